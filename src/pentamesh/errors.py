@@ -1,0 +1,72 @@
+"""What can go wrong, and the exit code each kind ends with.
+
+    PentameshError            5   base: never raised itself
+    |-- InputError            2   the job, its data or its model cannot be used as given
+    |-- DoesNotFit            3   no layout fits the hardware
+    |-- Drift                 4   what was built differs from what was planned
+    `-- RunFailed             5   the run started and could not finish
+
+Exit code 0 is success; 130 is an interrupt from the keyboard. An error carries *all* the problems found at once, each as what (with
+numbers), where (file and line, or tensor) and a hint that would work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+__all__ = ["DoesNotFit", "Drift", "InputError", "PentameshError", "Problem", "RunFailed"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: what it is, where it is, and what would work."""
+
+    what: str
+    where: str = ""
+    hint: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"error: {self.what}"]
+        if self.where:
+            lines.append(f"  where  {self.where}")
+        if self.hint:
+            lines.append(f"hint: {self.hint}")
+        return "\n".join(lines)
+
+
+class PentameshError(Exception):
+    """Base of every error that pentamesh raises on purpose; `str()` is what a user reads."""
+
+    exit_code: ClassVar[int] = 5
+
+    def __init__(self, *problems: Problem | str, where: str = "", hint: str = "") -> None:
+        self.problems = tuple(p if isinstance(p, Problem) else Problem(p, where, hint) for p in problems)
+        super().__init__(*self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(str(p) for p in self.problems)
+
+
+class InputError(PentameshError):
+    """The job file, the command line, the data or the model folder cannot be used as given."""
+
+    exit_code = 2
+
+
+class DoesNotFit(PentameshError):
+    """No layout that was asked for fits the hardware."""
+
+    exit_code = 3
+
+
+class Drift(PentameshError):
+    """What was built (shape, placement, dtype) is not what the plan says."""
+
+    exit_code = 4
+
+
+class RunFailed(PentameshError):
+    """The run started and could not go on."""
+
+    exit_code = 5

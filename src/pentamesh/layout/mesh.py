@@ -1,0 +1,135 @@
+"""The mesh: how many ranks lie along each axis, and which ranks share a group.
+
+    dense    pp x dp_replicate x dp_shard x cp x tp          outermost to innermost
+    experts  edp x ep  =  dp_shard x cp x tp                 another view of the same ranks
+
+The innermost axes are neighbours, so tensor parallel stays inside a node whenever its degree allows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from pentamesh.errors import InputError
+
+__all__ = ["AXES", "DATA_AXES", "EXPERT_AXES", "SHARD_AXES", "USER_AXES", "Layout", "Mesh", "Shard"]
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EXPERT_AXES = ("edp", "ep")
+DATA_AXES = ("dp_replicate", "dp_shard")
+# Parameters are cut over context ranks too: they hold the same weights and different tokens, as data ranks do.
+SHARD_AXES = ("dp_shard", "cp")
+USER_AXES = {"pp": "pipeline", "dp_replicate": "data (copies)", "dp_shard": "data", "cp": "context", "tp": "tensor", "ep": "expert", "edp": "expert data"}
+
+Shard = Literal["none", "optimizer", "gradients", "parameters"]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The degree of every axis. Ranks count row-major over `AXES`."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        if bad := {a: n for a, n in vars(self).items() if n < 1}:
+            raise InputError(f"a degree is at least 1: {bad}", where="layout")
+        inner = self.dp_shard * self.cp * self.tp
+        if inner % self.ep:
+            raise InputError(
+                f"expert = {self.ep} does not divide data x context x tensor = {inner}",
+                where="layout.expert",
+                hint="experts live on another view of the same ranks: edp x ep = dp_shard x cp x tp",
+            )
+
+    @property
+    def edp(self) -> int:
+        """Degree of the axis that shards one expert's own parameters."""
+        return self.dp_shard * self.cp * self.tp // self.ep
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.degree(axis) for axis in AXES)
+
+    def degree(self, *axes: str) -> int:
+        """Number of ranks along `axes` together."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Where `rank` sits on every axis, the expert view included."""
+        coords, rest = {}, rank
+        for axis in reversed(AXES):
+            rest, coords[axis] = divmod(rest, self.degree(axis))
+        if rest:
+            raise IndexError(f"rank {rank} of a mesh of {self.num_ranks}")
+        inner = (coords["dp_shard"] * self.cp + coords["cp"]) * self.tp + coords["tp"]
+        coords["edp"], coords["ep"] = divmod(inner, self.ep)
+        return coords
+
+    def coord(self, rank: int, axes: tuple[str, ...]) -> int:
+        """Position of `rank` along `axes` flattened, outer to inner."""
+        coords, position = self.coords(rank), 0
+        for axis in axes:
+            position = position * self.degree(axis) + coords[axis]
+        return position
+
+    def peers(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axes` only: the group of a collective over them, in its order."""
+        view = EXPERT_AXES if set(axes) & set(EXPERT_AXES) else ("dp_shard", "cp", "tp")
+        fixed = [a for a in ("pp", "dp_replicate", *view) if a not in axes]
+        mine = self._all_coords[rank]
+        same = [r for r, c in enumerate(self._all_coords) if all(c[a] == mine[a] for a in fixed)]
+        return tuple(sorted(same, key=lambda r: self.coord(r, axes)))
+
+    def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """Every group of a collective over `axes`, each once."""
+        return sorted({self.peers(rank, axes) for rank in range(self.num_ranks)})
+
+    @cached_property
+    def _all_coords(self) -> tuple[dict[str, int], ...]:
+        return tuple(self.coords(rank) for rank in range(self.num_ranks))
+
+    def __str__(self) -> str:
+        named = [f"{axis} {self.degree(axis)}" for axis in (*AXES, "ep") if self.degree(axis) > 1]
+        return " x ".join(named) or "one rank"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and what the strategy does on it: everything that `rules` needs to place a tensor."""
+
+    mesh: Mesh = Mesh()
+    shard: Shard = "none"
+    sequence_parallel: bool = False
+    context: Literal["ring", "gather", "ulysses"] = "ring"
+
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy: `ddp`, `zero1`, `zero2`, `full_shard`, `hybrid_shard`, or `multi_axis` beyond the data axes."""
+        if self.mesh.degree("pp", "cp", "tp", "ep") > 1:
+            return "multi_axis"
+        if self.shard == "parameters":
+            return "hybrid_shard" if self.mesh.dp_replicate > 1 else "full_shard"
+        return {"none": "ddp", "optimizer": "zero1", "gradients": "zero2"}[self.shard]
+
+    @property
+    def home_stages(self) -> tuple[int, int]:
+        """The pipeline stages that hold the embedding and the head."""
+        return 0, self.mesh.pp - 1
+
+    def ranks(self) -> range:
+        return range(self.mesh.num_ranks)
+
+
+def all_meshes(num_ranks: int) -> list[Mesh]:
+    """Every dense mesh of `num_ranks` ranks, without experts; for tests and search."""
+    divisors = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
+    return [Mesh(*degrees) for degrees in itertools.product(divisors, repeat=len(AXES)) if math.prod(degrees) == num_ranks]

@@ -1,0 +1,93 @@
+"""THE table: from the name of a dim and a role to the mesh axes that cut it.
+
+Memory, DTensor placements, weight loading, checkpoints, collectives and FLOPs all follow from this table; nothing else says where a tensor
+lives. Under STORE, the data axes cut dim 0 (dim 1 of experts) of what the strategy shards, inside what the table gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pentamesh.layout.mesh import SHARD_AXES, Layout
+from pentamesh.model.dims import TensorSpec
+from pentamesh.model.roles import STORE, Role
+
+__all__ = ["SHARDED_KINDS", "TABLE", "axes_of", "partial_axes", "sharding_of"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The axes of one dim by role, outer to inner. An entry `axis?condition` counts only where that condition of the layout holds."""
+
+    store: tuple[str, ...] = ()
+    use: tuple[str, ...] = ()
+    attend: tuple[str, ...] = ()
+    carry: tuple[str, ...] = ()
+
+
+TABLE = {
+    "layers": Row(store=("pp",), use=("pp",), attend=("pp",), carry=("pp",)),
+    "experts": Row(store=("ep",), use=("ep",)),
+    "heads": Row(store=("tp",), use=("tp",), attend=("tp", "cp?ulysses")),
+    "kv_heads": Row(store=("tp",), use=("tp",), attend=("tp", "cp?ulysses")),
+    "ffn": Row(store=("tp",), use=("tp",)),
+    "vocab": Row(store=("tp",), use=("tp",)),
+    "batch": Row(use=("dp_replicate", "dp_shard"), attend=("dp_replicate", "dp_shard"), carry=("dp_replicate", "dp_shard")),
+    "seq": Row(use=("cp",), attend=("cp?split_queries",), carry=("cp", "tp?sequence_parallel")),
+    # Keys and values inside attention: passed round a ring they stay cut, gathered or exchanged they are whole.
+    "kv_seq": Row(use=("cp",), attend=("cp?ring",), carry=("cp", "tp?sequence_parallel")),
+}
+
+_CONDITIONS = {
+    "sequence_parallel": lambda layout: layout.sequence_parallel,
+    "ulysses": lambda layout: layout.context == "ulysses",
+    "split_queries": lambda layout: layout.context != "ulysses",
+    "ring": lambda layout: layout.context == "ring",
+}
+
+# What each value of `layout.shard` cuts over the data axes: the strategies of ZeRO by their kinds of STORE.
+SHARDED_KINDS: dict[str, tuple[Role, ...]] = {
+    "none": (),
+    "optimizer": (Role.STATE,),
+    "gradients": (Role.GRADIENT, Role.STATE),
+    "parameters": (Role.WEIGHT, Role.GRADIENT, Role.STATE),
+}
+
+
+def axes_of(dim: str, role: Role, layout: Layout) -> tuple[str, ...]:
+    """The axes of degree above one that cut `dim` in `role`, outer to inner, before the data axes cut what is stored."""
+    row = TABLE.get(dim, Row())
+    entries = {Role.ATTEND: row.attend, Role.CARRY: row.carry}.get(role, row.use if role in (Role.USE, Role.COMPUTED) else row.store)
+    axes = []
+    for entry in entries:
+        axis, _, condition = entry.partition("?")
+        if layout.mesh.degree(axis) > 1 and (not condition or _CONDITIONS[condition](layout)):
+            axes.append(axis)
+    return tuple(axes)
+
+
+def sharding_of(tensor: TensorSpec, role: Role, layout: Layout) -> tuple[int, tuple[str, ...]]:
+    """The dim (by position) and the axes over which the strategy cuts a stored tensor; no axes where it does not."""
+    is_expert = any(d.name == "experts" for d in tensor.dims)
+    axes = ("edp",) if is_expert else tuple(a for a in SHARD_AXES if layout.mesh.degree(a) > 1)
+    if role not in STORE or role not in SHARDED_KINDS[layout.shard] or layout.mesh.degree(*axes) == 1:
+        return 0, ()
+    return (1 if is_expert else 0), axes
+
+
+def partial_axes(tensor: TensorSpec, layout: Layout) -> tuple[str, ...]:
+    """The axes over which the gradient of `tensor` is a partial sum when its block's backward is done.
+
+    A gradient is partial over every axis that cuts a dim of the activation which the weight lacks: batch and sequence for all, heads for a
+    per-head norm, the sequence over tp for what acts on a sequence-parallel residual stream.
+    """
+    if tensor.acts_on is None:
+        return ()
+    own = {d.name for d in tensor.dims}
+    lacking = [dim for dim in tensor.acts_on.dims if dim not in own]
+    axes = {axis for dim in lacking for axis in axes_of(dim, tensor.acts_on.role, layout)}
+    if "experts" in own:
+        # Tokens reach their experts from every rank of dp_shard x cp x tp; seen from there only edp is left to sum over.
+        axes = (axes - {"dp_shard", "cp", "tp"}) | ({"edp"} if layout.mesh.edp > 1 else set())
+    order = ("dp_replicate", "dp_shard", "cp", "edp", "tp")
+    return tuple(axis for axis in order if axis in axes)

@@ -1,0 +1,151 @@
+"""`split`: what one rank holds of one tensor in one role, as boxes.
+
+A *box* is a rectangle of the global tensor and where it lies in the local one. A plain tensor has one box a rank; a fused one, cut by parts,
+has several, and no DTensor placement that a checkpoint would accept. Loading, checkpoints and export therefore go by boxes.
+
+The cut of a rank follows torch's chunk rule: chunks of ceil(n / k), the last ones shorter or empty. Tensor-parallel axes cut units of the
+grain, part by part; the data axes cut elements of what is then local.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from pentamesh.layout.mesh import Layout
+from pentamesh.layout.rules import axes_of, partial_axes, sharding_of
+from pentamesh.model.dims import Dim, TensorSpec
+from pentamesh.model.roles import Role
+
+__all__ = ["Box", "Cut", "Split", "chunk", "split"]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of the global tensor (`offset`, `size`) and its place in the local one (`local_offset`), in elements per dim."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    local_offset: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One division of a dim over `axes` taken together; by units of the grain and part by part, or by elements (`by_element`)."""
+
+    axes: tuple[str, ...]
+    by_element: bool = False
+
+
+Interval = tuple[int, int]  # global offset and length, in elements
+
+
+def chunk(length: int, index: int, count: int) -> Interval:
+    """Offset and length of chunk `index` of `count`, as torch.chunk cuts: ceil(length / count) each, the last ones shorter or empty."""
+    step = -(-length // count)
+    low = min(index * step, length)
+    return low, min(low + step, length) - low
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one tensor is held in one role: per dim the cuts, outer to inner, and the axes over which it is a partial sum."""
+
+    tensor: TensorSpec
+    role: Role
+    layout: Layout
+    cuts: tuple[tuple[Cut, ...], ...]
+    partial: tuple[str, ...] = ()
+
+    def intervals(self, rank: int, dim: int) -> tuple[Interval, ...]:
+        """The pieces of global dim `dim` that `rank` holds, in local order."""
+        spec = self.tensor.dims[dim]
+        pieces = _parts(spec)
+        for cut in self.cuts[dim]:
+            index, count = self.layout.mesh.coord(rank, cut.axes), self.layout.mesh.degree(*cut.axes)
+            pieces = _elements(pieces, *chunk(sum(n for _, n in pieces), index, count)) if cut.by_element else _units(pieces, spec.grain, index, count)
+        return tuple(p for p in pieces if p[1]) or ((0, 0),)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        return tuple(sum(length for _, length in self.intervals(rank, dim)) for dim in range(len(self.tensor.dims)))
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The rectangles that `rank` holds; none when its share is empty."""
+        per_dim = [_with_local_offsets(self.intervals(rank, dim)) for dim in range(len(self.tensor.dims))]
+        boxes = (Box(*map(tuple, zip(*combo, strict=True))) for combo in itertools.product(*per_dim))
+        return tuple(box for box in boxes if box.numel)
+
+    @cached_property
+    def max_local_numel(self) -> int:
+        """Elements of the largest share: what padding rounds every share up to. Rank 0 has the first, hence the largest chunk."""
+        return math.prod(self.local_shape(0))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that cuts this tensor."""
+        return tuple(axis for cuts in self.cuts for cut in cuts for axis in cut.axes)
+
+    def placements(self) -> dict[tuple[str, ...], str] | None:
+        """Names of DTensor placements by mesh axes (`Shard(0)`, `_StridedShard(0, split_factor=2)`), or None where boxes are the only way.
+
+        A dim that tensor axes and data axes both cut is strided seen from the outer mesh axis, since the inner one cuts first.
+        """
+        names: dict[tuple[str, ...], str] = {}
+        for position, cuts in enumerate(self.cuts):
+            if len(self.tensor.dims[position].parts) > 1 and any(not cut.by_element for cut in cuts):
+                return None
+            for i, cut in enumerate(cuts):
+                factor = math.prod(self.layout.mesh.degree(*inner.axes) for inner in cuts[:i])
+                names[cut.axes] = f"_StridedShard({position}, split_factor={factor})" if factor > 1 else f"Shard({position})"
+        return names
+
+    def __str__(self) -> str:
+        def one(dim: Dim, cuts: tuple[Cut, ...]) -> str:
+            return "/".join([str(dim), *("*".join(cut.axes) for cut in cuts)])
+
+        dims = ", ".join(one(d, c) for d, c in zip(self.tensor.dims, self.cuts, strict=True))
+        partial = f" {{{', '.join(self.partial)}: partial}}" if self.partial else ""
+        return f"{self.tensor.name} [{dims}]{partial}"
+
+
+def split(tensor: TensorSpec, role: Role, layout: Layout) -> Split:
+    """How `tensor` is held in `role` under `layout`: per dim the axes that cut it, and where it is a partial sum.
+
+    Source: the table in `pentamesh.layout.rules`.
+    """
+    cuts = [tuple(Cut((axis,)) for axis in axes_of(dim.name, role, layout)) for dim in tensor.dims]
+    position, axes = sharding_of(tensor, role, layout)
+    if axes:
+        cuts[position] = (*cuts[position], Cut(axes, by_element=True))
+    return Split(tensor, role, layout, tuple(cuts), partial_axes(tensor, layout) if role is Role.COMPUTED else ())
+
+
+def _parts(dim: Dim) -> list[Interval]:
+    offsets = itertools.accumulate(dim.parts, initial=0)
+    return list(zip(offsets, dim.parts)) if dim.parts else [(0, dim.size)]  # noqa: B905 - one offset too many
+
+
+def _units(pieces: list[Interval], grain: int, index: int, count: int) -> list[Interval]:
+    shares = [(offset, chunk(length // grain, index, count)) for offset, length in pieces]
+    return [(offset + low * grain, length * grain) for offset, (low, length) in shares]
+
+
+def _elements(pieces: list[Interval], low: int, length: int) -> list[Interval]:
+    kept, start = [], 0
+    for offset, size in pieces:
+        first, last = max(low, start), min(low + length, start + size)
+        if first < last:
+            kept.append((offset + first - start, last - first))
+        start += size
+    return kept
+
+
+def _with_local_offsets(intervals: tuple[Interval, ...]) -> list[tuple[int, int, int]]:
+    local = itertools.accumulate((length for _, length in intervals), initial=0)
+    return [(offset, length, start) for (offset, length), start in zip(intervals, local)]  # noqa: B905 - one offset too many

@@ -1,0 +1,77 @@
+"""Names for dimensions: what a tensor is made of, before anyone says how it is cut.
+
+A *dim* belongs to a tensor (an *axis* belongs to the mesh). Its *grain* is the number of elements that must stay together (`head_dim` for
+heads), its *parts* are the lengths of the tensors that were fused along it (gate and up, or q, k and v).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from pentamesh.model.roles import Role
+
+__all__ = ["Acts", "Dim", "TensorSpec"]
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dimension of a tensor: `size` elements in units of `grain`, possibly fused from `parts` (elements each)."""
+
+    name: str
+    size: int
+    grain: int = 1
+    parts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.parts and sum(self.parts) != self.size:
+            raise ValueError(f"parts {self.parts} of {self.name} do not add up to {self.size}")
+        if any(part % self.grain for part in self.parts or (self.size,)):
+            raise ValueError(f"{self.name} of {self.size} elements is not made of units of {self.grain}")
+
+    @property
+    def num_units(self) -> int:
+        return self.size // self.grain
+
+    def __str__(self) -> str:
+        return f"{self.name}*{self.grain}" if self.grain > 1 else self.name
+
+
+@dataclass(frozen=True)
+class Acts:
+    """The activation that a parameter meets: in which role, and which dims it has there. Partial gradients follow from it."""
+
+    role: Role
+    dims: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a model: a parameter, or an activation when `acts_on` is None.
+
+    name       transformers' name of the parameter in memory
+    dims       its dimensions, outermost first
+    acts_on    the activation that its operation reads or scales
+    kind       `matmul` | `lookup` | `scale` | `bias` | `activation`: decides FLOPs and random initialisation
+    unit       the module that is gathered as one (`model.layers.3`), or "" for what belongs to the root
+    tied_to    the name of the parameter that this one *is*, when two names share one tensor
+    """
+
+    name: str
+    dims: tuple[Dim, ...]
+    acts_on: Acts | None = None
+    kind: str = "activation"
+    unit: str = ""
+    tied_to: str | None = None
+    file_names: tuple[str, ...] = field(default=())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(d.size for d in self.dims)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name} [{', '.join(map(str, self.dims))}]"
