@@ -31,7 +31,9 @@ class Model(Section):
 class Data(Section):
     train: str | None = Field(None, description="File (.jsonl, .json, .txt) or glob of training rows, relative to the job file.")
     held_out: str | float | None = Field(None, description="File of held-out rows, or the share of training rows to hold out (0.05).")
-    form: Literal["auto", "messages", "text"] = Field("auto", description="Form of a row: `messages` (chat), `text` (plain), or found from the first row.")
+    form: Literal["auto", "messages", "text"] = Field(
+        "auto", description="Form of a row: `messages` (chat), `text` (plain), or found from the first row."
+    )
     too_long: Literal["error", "drop", "truncate"] = Field("error", description="What happens to a row longer than `batch.seq_len`.")
     max_rows: Count | None = Field(None, ge=1, description="Use only the first rows.")
 
@@ -45,7 +47,9 @@ class Batch(Section):
 class Optimizer(Section):
     name: Literal["adamw"] = Field("adamw", description="Optimizer; fused where the device has it.")
     lr: float = Field(2e-5, gt=0, description="Peak learning rate.")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field((0.9, 0.95), description="Decay of the two moments.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="Decay of the two moments."
+    )
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled decay of matrices; norms and biases are not decayed.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Global gradient norm to clip to; null for no clipping.")
@@ -58,7 +62,9 @@ class Training(Section):
     steps: Count | None = Field(None, ge=1, description="Optimizer steps; give this or `epochs`.")
     epochs: float | None = Field(None, gt=0, description="Passes over the training rows; give this or `steps`.")
     seed: int = Field(0, ge=0, description="Decides data order, dropout and random initial weights, on any layout alike.")
-    evaluate_every: Count | None = Field(None, ge=1, description="Steps between evaluations on held-out rows; always before the first and after the last.")
+    evaluate_every: Count | None = Field(
+        None, ge=1, description="Steps between evaluations on held-out rows; always before the first and after the last."
+    )
     compile: bool = Field(False, description="Compile each block with torch.compile.")
 
 
@@ -67,13 +73,17 @@ class LayoutRequest(Section):
         "auto", description="What is cut over the data axis: none (DDP), optimizer (ZeRO-1), gradients (ZeRO-2), parameters (full shard)."
     )
     data: int | None = Field(None, ge=1, description="Data-parallel degree; whatever the other axes leave, when not given.")
-    replicate: int | None = Field(None, ge=1, description="Copies of the model on the data axis; above 1 with `shard: parameters` it is hybrid shard.")
+    replicate: int | None = Field(
+        None, ge=1, description="Copies of the model on the data axis; above 1 with `shard: parameters` it is hybrid shard."
+    )
     tensor: int = Field(1, ge=1, description="Tensor-parallel degree.")
     pipeline: int = Field(1, ge=1, description="Pipeline-parallel degree.")
     context: int = Field(1, ge=1, description="Context-parallel degree.")
     expert: int = Field(1, ge=1, description="Expert-parallel degree.")
     sequence_parallel: bool = Field(False, description="Cut the residual stream over the tensor axis.")
-    activation_checkpointing: Literal["auto", "none", "full"] = Field("auto", description="Recompute each block in backward instead of keeping its activations.")
+    activation_checkpointing: Literal["auto", "none", "full"] = Field(
+        "auto", description="Recompute each block in backward instead of keeping its activations."
+    )
     reshard_after_forward: Literal["auto"] | bool = Field("auto", description="Full shard: free gathered parameters between forward and backward.")
 
 
@@ -93,7 +103,9 @@ class Job(Section):
     """A whole job."""
 
     model: Model = Field(description="What is trained.")
-    method: Literal["full", "lora", "qlora", "pretrain"] = Field("full", description="All weights, adapters, adapters on a 4-bit base, or from random weights.")
+    method: Literal["full", "lora", "qlora", "pretrain"] = Field(
+        "full", description="All weights, adapters, adapters on a 4-bit base, or from random weights."
+    )
     data: Data = Field(default_factory=Data, description="What it is trained on.")
     batch: Batch = Field(default_factory=Batch, description="How many tokens at once.")
     optimizer: Optimizer = Field(default_factory=Optimizer, description="How weights are updated.")

@@ -23,7 +23,15 @@ EXPERT_AXES = ("edp", "ep")
 DATA_AXES = ("dp_replicate", "dp_shard")
 # Parameters are cut over context ranks too: they hold the same weights and different tokens, as data ranks do.
 SHARD_AXES = ("dp_shard", "cp")
-USER_AXES = {"pp": "pipeline", "dp_replicate": "data (copies)", "dp_shard": "data", "cp": "context", "tp": "tensor", "ep": "expert", "edp": "expert data"}
+USER_AXES = {
+    "pp": "pipeline",
+    "dp_replicate": "data (copies)",
+    "dp_shard": "data",
+    "cp": "context",
+    "tp": "tensor",
+    "ep": "expert",
+    "edp": "expert data",
+}
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 

@@ -69,7 +69,9 @@ class Split:
         pieces = _parts(spec)
         for cut in self.cuts[dim]:
             index, count = self.layout.mesh.coord(rank, cut.axes), self.layout.mesh.degree(*cut.axes)
-            pieces = _elements(pieces, *chunk(sum(n for _, n in pieces), index, count)) if cut.by_element else _units(pieces, spec.grain, index, count)
+            pieces = (
+                _elements(pieces, *chunk(sum(n for _, n in pieces), index, count)) if cut.by_element else _units(pieces, spec.grain, index, count)
+            )
         return tuple(p for p in pieces if p[1]) or ((0, 0),)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:

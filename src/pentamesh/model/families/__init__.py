@@ -10,7 +10,7 @@ from pentamesh.model.spec import ModelSpec
 
 __all__ = ["FAMILIES", "describe"]
 
-FAMILIES: dict[str, Callable[[dict[str, Any], str], ModelSpec]] = {name: llama.describe for name in llama.VARIATIONS}
+FAMILIES: dict[str, Callable[[dict[str, Any], str], ModelSpec]] = dict.fromkeys(llama.VARIATIONS, llama.describe)
 
 
 def describe(config: dict[str, Any], name: str) -> ModelSpec | None:

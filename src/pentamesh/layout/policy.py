@@ -1,0 +1,37 @@
+"""Policy: the choices about *when* things move in a step, beside the layout's *where*."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["DDP_BUCKET_BYTES", "DDP_FIRST_BUCKET_BYTES", "Policy"]
+
+# torch's DistributedDataParallel: the first bucket to be ready is small so that communication starts early.
+# Source: torch.nn.parallel.DistributedDataParallel (bucket_cap_mb = 25), torch._C._distributed_c10d (_DEFAULT_FIRST_BUCKET_BYTES = 1 MiB).
+DDP_BUCKET_BYTES = 25 * 2**20
+DDP_FIRST_BUCKET_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How often each crossing happens.
+
+    micro_batch     sequences a rank computes at once
+    grad_accum      micro-batches per step and data rank
+    recompute       `none` keeps every block's activations, `full` only its input and computes the block again in backward
+    reshard         full shard: free a block's gathered parameters between its forward and its backward
+    keep_gathered   full shard: keep gathered parameters over all micro-batches of a step (implies no reshard)
+    reduce          `once` sums gradients over ranks after the last micro-batch, `each` after every one
+    """
+
+    micro_batch: int = 1
+    grad_accum: int = 1
+    recompute: Literal["none", "full"] = "none"
+    reshard: bool = True
+    keep_gathered: bool = False
+    reduce: Literal["once", "each"] = "once"
+
+    def __post_init__(self) -> None:
+        if self.keep_gathered and self.reshard:
+            raise ValueError("parameters that stay gathered are not resharded after forward")

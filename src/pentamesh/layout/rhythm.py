@@ -1,0 +1,226 @@
+"""`rhythm`: every collective of one optimizer step of one rank - how often each crossing happens, times what it moves.
+
+The ledger that a run records (`pentamesh.run.ledger`) has the same rows, and tests hold the two equal. What is predicted is a steady step:
+from the second on, when buckets have been rebuilt and optimizer state exists.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from pentamesh.job.precision import ITEMSIZE, Precision
+from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, Layout
+from pentamesh.layout.moves import Move, crossing, mirror, moves
+from pentamesh.layout.policy import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Policy
+from pentamesh.layout.rules import SHARDED_KINDS
+from pentamesh.layout.split import split
+from pentamesh.model.dims import Dim, TensorSpec
+from pentamesh.model.roles import Role
+from pentamesh.model.spec import ModelSpec
+
+__all__ = ["LedgerRow", "buckets", "ledger", "rhythm"]
+
+
+@dataclass(frozen=True, order=True)
+class LedgerRow:
+    """`count` equal collectives in one phase (`forward` | `backward` | `step`) of a step. `bytes` is the buffer of one, as in `Move`."""
+
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    num_ranks: int
+    bytes: int
+    count: int
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one rank sends for all `count` of them."""
+        return self.count * Move(self.kind, self.axes, self.num_ranks, self.bytes).wire_bytes
+
+    def __str__(self) -> str:
+        return f"{self.phase:8} {self.kind:14} {'*'.join(self.axes):24} {self.num_ranks:5} ranks {self.bytes:15,} B  x {self.count}"
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One collective and how often it happens, before equal ones are counted together."""
+
+    phase: str
+    move: Move
+    count: int
+
+
+def ledger(crossings: Iterable[Crossing]) -> list[LedgerRow]:
+    """Equal collectives counted together, in a fixed order."""
+    counts: Counter[tuple[str, str, tuple[str, ...], int, int]] = Counter()
+    for c in crossings:
+        if c.count and c.move.num_ranks > 1:
+            counts[c.phase, c.move.kind, c.move.axes, c.move.num_ranks, c.move.bytes] += c.count
+    return sorted(LedgerRow(*key, count) for key, count in counts.items())
+
+
+def rhythm(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, local_seq: int) -> Iterator[Crossing]:
+    """Every collective of a steady step of a rank in the middle of the mesh.
+
+    Shapes: `local_seq` is the length of a sequence before context ranks share it. Units: bytes per rank. Expert all-to-alls assume a balanced
+    router; recorded ones follow the token counts.
+    """
+    yield from _parameters(model, layout, policy, precision)
+    yield from _activations(model, layout, policy, precision, local_seq)
+    yield from _bookkeeping(model, layout)
+
+
+# Parameters: gathered to be used, reduced when their gradient is done.
+
+
+def _parameters(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision) -> Iterator[Crossing]:
+    kinds = SHARDED_KINDS[layout.shard]
+    compute, reduce, weight = ITEMSIZE[precision.compute], ITEMSIZE[precision.reduce], ITEMSIZE[precision.weight]
+    reductions = 1 if policy.reduce == "once" else policy.grad_accum
+    if Role.WEIGHT in kinds:
+        for unit, tensors in model.units.items():
+            forward, backward = _gathers(unit, policy)
+            yield from _fused("forward", tensors, Role.WEIGHT, Role.USE, layout, compute, forward)
+            yield from _fused("backward", tensors, Role.WEIGHT, Role.USE, layout, compute, backward)
+            yield from _fused("backward", tensors, Role.COMPUTED, Role.GRADIENT, layout, reduce, reductions)
+        return
+    target = Role.STATE if Role.STATE in kinds else Role.GRADIENT
+    for bucket in buckets(model, layout, weight):
+        yield from _fused("backward", bucket, Role.COMPUTED, target, layout, weight, reductions)
+        if Role.STATE in kinds:
+            yield from _fused("step", bucket, Role.STATE, Role.WEIGHT, layout, weight, 1)
+
+
+def _gathers(unit: str, policy: Policy) -> tuple[int, int]:
+    """How often a unit's parameters are gathered in forward and in backward. The root is never resharded in between."""
+    if policy.keep_gathered:
+        return 1, 0
+    return policy.grad_accum, policy.grad_accum if policy.reshard and unit else 0
+
+
+def _fused(phase: str, tensors: Iterable[TensorSpec], source: Role, target: Role, layout: Layout, itemsize: int, count: int) -> Iterator[Crossing]:
+    """The crossings of several tensors in one buffer: collectives of the same kind and group are one, of their bytes together."""
+    together: Counter[tuple[str, tuple[str, ...], int]] = Counter()
+    for tensor in tensors:
+        for move in moves(tensor, source, target, layout, itemsize):
+            together[move.kind, move.axes, move.num_ranks] += move.bytes
+    for (kind, axes, num_ranks), num_bytes in together.items():
+        yield Crossing(phase, Move(kind, axes, num_ranks, num_bytes), count)
+
+
+def buckets(model: ModelSpec, layout: Layout, itemsize: int) -> list[list[TensorSpec]]:
+    """The buckets in which DDP reduces gradients, from the second step on: in the order gradients become ready.
+
+    A bucket closes when it has reached its limit, 1 MiB for the first and 25 MiB for the others.
+    Source: torch.distributed `compute_bucket_assignment_by_size`, called by the reducer when it rebuilds its buckets.
+    """
+    found: list[list[TensorSpec]] = [[]]
+    size = 0
+    for tensor in reversed(_by_readiness(model)):
+        found[-1].append(tensor)
+        size += split(tensor, Role.USE, layout).max_local_numel * itemsize
+        if size >= (DDP_FIRST_BUCKET_BYTES if len(found) == 1 else DDP_BUCKET_BYTES):
+            found.append([])
+            size = 0
+    return [bucket for bucket in found if bucket]
+
+
+def _by_readiness(model: ModelSpec) -> list[TensorSpec]:
+    """Parameters such that their gradients are ready in reverse order: forward order, the embedding first even when it is also the head."""
+    return list(model.parameters)
+
+
+# Activations: tensor, context, pipeline and expert parallel.
+
+
+def _activations(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, seq: int) -> Iterator[Crossing]:
+    mesh, itemsize = layout.mesh, ITEMSIZE[precision.compute]
+    times = policy.grad_accum
+    again = times if policy.recompute == "full" else 0
+    stream = activation("residual", model, layout, policy.micro_batch, seq, ("hidden",))
+    sublayers = [s for s in model.sublayers if s.layer % mesh.pp == 0] if mesh.pp > 1 else list(model.sublayers)
+    for sublayer in sublayers:
+        entry = crossing(split(stream, Role.CARRY, layout), split(stream, Role.USE, layout), itemsize)
+        leaves = crossing(split(stream, Role.USE, layout), split(stream, Role.CARRY, layout), itemsize, ("tp",) if mesh.tp > 1 else ())
+        yield from _both_ways(entry, times, again)
+        yield from _both_ways(leaves, times, again)
+        if mesh.tp > 1 and not layout.sequence_parallel:
+            # The entry is a copy forward; backward, every tensor rank holds a part of the gradient of the same stream.
+            yield from _backward(leaves, times)
+        if sublayer.kind == "attention":
+            yield from _attention(model, layout, policy, itemsize, seq)
+    if mesh.pp > 1:
+        message = split(stream, Role.CARRY, layout).max_local_numel * itemsize
+        yield Crossing("forward", Move("send", ("pp",), mesh.pp, message), times)
+        yield Crossing("backward", Move("send", ("pp",), mesh.pp, message), times)
+
+
+def _attention(model: ModelSpec, layout: Layout, policy: Policy, itemsize: int, seq: int) -> Iterator[Crossing]:
+    """What context parallel moves inside one attention: keys and values round the ring, gathered, or all four exchanged over heads."""
+    mesh, times = layout.mesh, policy.grad_accum
+    if mesh.cp == 1:
+        return
+    again = times if policy.recompute == "full" else 0
+    keys = activation("keys", model, layout, policy.micro_batch, seq, ("kv_heads",), sequence="kv_seq")
+    if layout.context == "ring":
+        block = 2 * split(keys, Role.ATTEND, layout).max_local_numel * itemsize
+        hop = (Move("send", ("cp",), mesh.cp, block),)
+        # Backward passes the keys round again, and their gradients with them.
+        yield from _forward(hop, (mesh.cp - 1) * times)
+        yield from _backward(hop, (mesh.cp - 1) * (2 * times + again))
+        return
+    queries = activation("queries", model, layout, policy.micro_batch, seq, ("heads",))
+    exchanged = [keys, keys] if layout.context == "gather" else [queries, keys, keys]
+    for tensor in exchanged:
+        yield from _both_ways(crossing(split(tensor, Role.USE, layout), split(tensor, Role.ATTEND, layout), itemsize), times, again)
+    if layout.context == "ulysses":
+        yield from _both_ways(crossing(split(queries, Role.ATTEND, layout), split(queries, Role.USE, layout), itemsize), times, again)
+
+
+def activation(name: str, model: ModelSpec, layout: Layout, batch: int, seq: int, last: tuple[str, ...], sequence: str = "seq") -> TensorSpec:
+    """A named activation of one micro-batch over the whole mesh: [batch x data ranks, sequence, last]."""
+    sizes = {
+        "hidden": Dim("hidden", model.hidden),
+        "heads": Dim("heads", model.num_heads * model.head_dim, model.head_dim),
+        "kv_heads": Dim("kv_heads", model.num_kv_heads * model.head_dim, model.head_dim),
+    }
+    whole_batch = batch * layout.mesh.degree(*DATA_AXES)
+    return TensorSpec(name, (Dim("batch", whole_batch), Dim(sequence, seq), *(sizes[dim] for dim in last)))
+
+
+def _forward(crossed: Iterable[Move], count: int) -> Iterator[Crossing]:
+    return (Crossing("forward", move, count) for move in crossed)
+
+
+def _backward(crossed: Iterable[Move], count: int) -> Iterator[Crossing]:
+    return (Crossing("backward", move, count) for move in crossed)
+
+
+def _both_ways(crossed: tuple[Move, ...], count: int, again: int) -> Iterator[Crossing]:
+    """A crossing of an activation: forward, its mirror image in backward, and `again` where backward computes the block a second time."""
+    yield from _forward(crossed, count)
+    yield from _backward(crossed, again)
+    if any(move.kind != "all_reduce" for move in crossed):
+        # The backward of an all-reduce into a replicated stream is a copy.
+        yield from _backward(mirror(crossed), count)
+
+
+# Bookkeeping: the numbers that all ranks must agree on.
+
+
+def _bookkeeping(model: ModelSpec, layout: Layout) -> Iterator[Crossing]:
+    """The trained-token count before a step (one int64), the loss after it and the squared norm of cut gradients (one float64 each)."""
+    tokens = tuple(axis for axis in (*DATA_AXES, "cp") if layout.mesh.degree(axis) > 1)
+    if tokens:
+        yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 8), 2)
+    cut = norm_axes(model, layout)
+    if cut:
+        yield Crossing("step", Move("all_reduce", cut, layout.mesh.degree(*cut), 8), 1)
+
+
+def norm_axes(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
+    """The axes that cut some gradient: over them the squared norm is summed."""
+    cut = {axis for unit in model.units.values() for t in unit for axis in split(t, Role.GRADIENT, layout).axes}
+    return tuple(axis for axis in ("pp", *SHARD_AXES, "edp", "ep", "tp") if axis in cut)
