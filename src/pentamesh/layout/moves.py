@@ -71,8 +71,7 @@ def crossing(before: Split, after: Split, itemsize: int, contracted: tuple[str, 
         numel = _padded_numel(after) if scattered else local
         found.append(Move("all_reduce", summed, mesh.degree(*summed), numel * itemsize))
     moved = [a for a in held_axes if a in kept_axes and held_axes[a] != kept_axes[a]]
-    for axis in moved:
-        found.append(Move("all_to_all", (axis,), mesh.degree(axis), local * itemsize))
+    found.extend(Move("all_to_all", (axis,), mesh.degree(axis), local * itemsize) for axis in moved)
     gathered = [axis for axis in held_axes if axis not in kept_axes and axis not in moved]
     for axes in _grouped(gathered, before):
         local *= mesh.degree(*axes)

@@ -170,7 +170,7 @@ class Plan:
         policy = {key: value for key, value in found["policy"].items() if key != "schedule"}
 
         def memory(part: dict[str, Any]) -> dict[str, Any]:
-            return part | {"peak_bytes": Range(**part["peak_bytes"])}
+            return {**part, "peak_bytes": Range(**part["peak_bytes"])}
 
         stages = tuple(Stage(**memory(stage)) for stage in found["memory"]["stages"])
         return cls(
@@ -181,8 +181,8 @@ class Plan:
             policy=Policy(**policy),
             precision=PRECISIONS[found["precision"]["name"]],
             verdict=found["verdict"],
-            memory=Memory(**memory(found["memory"]) | {"stages": stages}),
-            time=Time(**found["time"] | {"step_s": Range(**found["time"]["step_s"])}),
+            memory=Memory(**{**memory(found["memory"]), "stages": stages}),
+            time=Time(**{**found["time"], "step_s": Range(**found["time"]["step_s"])}),
             communication=tuple(Communication(**c) for c in found["communication"]),
             tokens_per_s=found["tokens_per_s"],
             tokens_per_s_per_gpu=found["tokens_per_s_per_gpu"],
