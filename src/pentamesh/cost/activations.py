@@ -1,0 +1,131 @@
+"""What autograd keeps of a forward pass: an explicit list of saved tensors, each with named dims, so that `split` says what a rank holds.
+
+The lists are those of transformers' modules run eagerly with scaled-dot-product attention: for Llama, Mistral, Qwen2 and Qwen3 blocks they
+equal, to the byte, what saved-tensor hooks record (tests/cost/test_activations.py). Fused kernels save less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pentamesh.job.precision import ITEMSIZE
+from pentamesh.layout.mesh import DATA_AXES, Layout
+from pentamesh.layout.split import split
+from pentamesh.model.dims import Dim, TensorSpec
+from pentamesh.model.roles import Role
+from pentamesh.model.spec import ModelSpec
+
+__all__ = ["Saved", "block", "block_input", "head", "local_bytes", "local_tokens", "logits"]
+
+_FLOAT32 = ITEMSIZE["float32"]
+_INT64 = 8
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One tensor that waits for backward: its dims over the whole mesh, where it lives, and bytes per element."""
+
+    name: str
+    dims: tuple[Dim, ...]
+    role: Role
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """Dims of one micro-batch over the whole mesh."""
+
+    model: ModelSpec
+    layout: Layout
+    micro_batch: int
+    seq_len: int
+
+    def __call__(self, *last: Dim) -> tuple[Dim, ...]:
+        return (Dim("batch", self.micro_batch * self.layout.mesh.degree(*DATA_AXES)), Dim("seq", self.seq_len), *last)
+
+    @property
+    def hidden(self) -> Dim:
+        return Dim("hidden", self.model.hidden)
+
+    @property
+    def q(self) -> Dim:
+        return Dim("heads", self.model.num_heads * self.model.head_dim, self.model.head_dim)
+
+    @property
+    def kv(self) -> Dim:
+        return Dim("kv_heads", self.model.num_kv_heads * self.model.head_dim, self.model.head_dim)
+
+
+def block(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str) -> tuple[Saved, ...]:
+    """What one block keeps between its forward and its backward."""
+    shapes, size = _Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
+    return (*_norm("input_norm", shapes, size), *_attention(shapes, size), *_norm("post_norm", shapes, size), *_mlp(shapes, size))
+
+
+def block_input(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str) -> tuple[Saved, ...]:
+    """What a recomputed block keeps: its input."""
+    shapes = _Shapes(model, layout, micro_batch, seq_len)
+    return (Saved("block input", shapes(shapes.hidden), Role.CARRY, ITEMSIZE[compute]),)
+
+
+def head(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str) -> tuple[Saved, ...]:
+    """What is kept once per micro-batch beside the blocks: ids, labels, rotary tables and the final norm."""
+    shapes, size = _Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
+    rotary = (Dim("seq", seq_len), Dim("head_dim", model.head_dim))
+    return (
+        Saved("ids and labels", shapes(Dim("pair", 2)), Role.USE, _INT64),
+        Saved("cos", rotary, Role.USE, size),
+        Saved("sin", rotary, Role.USE, size),
+        *_norm("final_norm", shapes, size),
+    )
+
+
+def logits(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int) -> tuple[Saved, ...]:
+    """What the loss holds at its fullest, when backward leaves it.
+
+    Log-probabilities that log_softmax saved, the dense gradient of the picked ones and the gradient of the logits, all float32; the logits
+    themselves are freed before. Source: torch `cross_entropy` = log_softmax + nll_loss, in pentamesh.run.loss.
+    """
+    shapes = _Shapes(model, layout, micro_batch, seq_len)
+    dims = shapes(Dim("vocab", model.vocab))
+    return tuple(Saved(name, dims, Role.USE, _FLOAT32) for name in ("log-probabilities", "their gradient", "gradient of logits"))
+
+
+def local_bytes(saved: tuple[Saved, ...], layout: Layout) -> int:
+    """Bytes that the fullest rank holds of all of `saved`."""
+    return sum(split(TensorSpec(s.name, s.dims), s.role, layout).max_local_numel * s.itemsize for s in saved)
+
+
+def local_tokens(layout: Layout, micro_batch: int, seq_len: int) -> int:
+    """Tokens of a micro-batch that one rank computes: context ranks share a sequence."""
+    return micro_batch * -(-seq_len // layout.mesh.cp)
+
+
+def _norm(name: str, shapes: _Shapes, size: int) -> Iterator[Saved]:
+    """An RMS norm of the stream: the float32 input and 1/rms, the normalised input for the weight's gradient, the output for the next matmul."""
+    stream = shapes(shapes.hidden)
+    yield Saved(f"{name} input in float32", stream, Role.CARRY, max(_FLOAT32, size))
+    yield Saved(f"{name} 1/rms", shapes(), Role.CARRY, _FLOAT32)
+    yield Saved(f"{name} normalised", stream, Role.CARRY, size)
+    yield Saved(f"{name} output", stream, Role.USE, size)
+
+
+def _attention(shapes: _Shapes, size: int) -> Iterator[Saved]:
+    """Queries, keys and values after rotation, the output (which o_proj also reads) and the log-sum-exp."""
+    if any(".q_norm." in t.name for t in shapes.model.block):
+        for name, dim, heads in (("q_norm", shapes.q, "heads"), ("k_norm", shapes.kv, "kv_heads")):
+            yield Saved(f"{name} input in float32", shapes(dim), Role.USE, max(_FLOAT32, size))
+            yield Saved(f"{name} 1/rms", shapes(Dim(heads, dim.num_units)), Role.USE, _FLOAT32)
+            yield Saved(f"{name} normalised", shapes(dim), Role.USE, size)
+    yield Saved("queries", shapes(shapes.q), Role.USE, size)
+    yield Saved("keys", shapes(shapes.kv), Role.USE, size)
+    yield Saved("values", shapes(shapes.kv), Role.USE, size)
+    yield Saved("attention output", shapes(shapes.q), Role.USE, size)
+    yield Saved("log-sum-exp", shapes(Dim("heads", shapes.model.num_heads)), Role.USE, _FLOAT32)
+
+
+def _mlp(shapes: _Shapes, size: int) -> Iterator[Saved]:
+    """A gated MLP: gate, up, the activated gate and the product that down_proj reads."""
+    for name in ("gate", "up", "act(gate)", "product"):
+        yield Saved(name, shapes(Dim("ffn", shapes.model.ffn)), Role.USE, size)

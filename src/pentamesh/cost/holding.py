@@ -1,0 +1,182 @@
+"""What a rank holds of a model between steps: elements by unit and kind, and the bytes of each under a precision and a method.
+
+Blocks of a model are mostly alike, so every distinct unit is split once and counted as often as it occurs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pentamesh.job.precision import ITEMSIZE, Precision
+from pentamesh.layout.mesh import Layout
+from pentamesh.layout.split import split
+from pentamesh.model.dims import Dim, TensorSpec
+from pentamesh.model.roles import Role
+from pentamesh.model.spec import ModelSpec
+
+__all__ = ["ADAPTER_RANK", "Holding", "Unit", "Widths", "adapters", "stage_layers", "states", "units_of", "widths"]
+
+# Rank of the adapters that lora and qlora plan for, on every projection of every block.
+# Source: QLoRA (arXiv 2305.14314) section 4: all linear layers, and the rank hardly matters.
+ADAPTER_RANK = 16
+# Bytes of an NF4 weight: 4 bits and 0.127 bit of doubly quantised block constants. Source: QLoRA (arXiv 2305.14314) section 3.
+NF4_BYTES = (4 + 0.127) / 8
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One kind of unit (the root "" or a block), how many the model has, and the tensors of one."""
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    count: int
+
+    @property
+    def is_root(self) -> bool:
+        return not self.name
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes per element of what is held: trained weights, gradients and optimizer state; and of weights that stay frozen."""
+
+    weight: int
+    gradient: int
+    state: int
+    frozen_block: float
+    frozen_root: float
+
+
+def units_of(model: ModelSpec) -> tuple[Unit, ...]:
+    """The distinct units of a model, the root first: blocks whose tensors have the same kinds and shapes are one."""
+    found: dict[tuple[object, ...], list[object]] = {}
+    for name, tensors in model.units.items():
+        key = (bool(name), *((t.kind, t.shape, tuple(d.name for d in t.dims)) for t in tensors))
+        found.setdefault(key, [name, tensors, 0])[2] += 1  # type: ignore[operator]
+    return tuple(Unit(*values) for values in found.values())  # type: ignore[arg-type]
+
+
+def stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of every pipeline stage: as even as they go, the first stages one more (126 over 8: six of 16, two of 15)."""
+    each, more = divmod(num_layers, num_stages)
+    return tuple(each + (stage < more) for stage in range(num_stages))
+
+
+def adapters(model: ModelSpec) -> ModelSpec:
+    """What lora trains: for each projection of a block, A [rank, in] and B [out, rank] in place of its weight."""
+    rank = Dim("rank", ADAPTER_RANK)
+
+    def pair(t: TensorSpec) -> list[TensorSpec]:
+        out, into = t.dims
+        stem = t.name.removesuffix(".weight")
+        return [replace(t, name=f"{stem}.lora_A.weight", dims=(rank, into)), replace(t, name=f"{stem}.lora_B.weight", dims=(out, rank))]
+
+    projections = [t for t in model.parameters if t.kind == "matmul" and t.unit and len(t.dims) == 2]
+    return replace(model, tensors=tuple(a for t in projections for a in pair(t)))
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Elements that the fullest rank of a layout holds of a model, in every role that rests or works.
+
+    `trained` is the model itself, or its adapters; `frozen` the base under adapters.
+    """
+
+    model: ModelSpec
+    layout: Layout
+    method: str = "full"
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        return units_of(self.model)
+
+    @cached_property
+    def trained_units(self) -> tuple[Unit, ...]:
+        return units_of(adapters(self.model)) if self.is_adapted else self.units
+
+    @property
+    def is_adapted(self) -> bool:
+        return self.method in ("lora", "qlora")
+
+    @cached_property
+    def _numel(self) -> dict[tuple[bool, str, Role], int]:
+        roles = (Role.WEIGHT, Role.GRADIENT, Role.STATE, Role.USE)
+        return {
+            (trained, unit.name, role): sum(split(t, role, self.layout).max_local_numel for t in unit.tensors)
+            for trained, units in ((False, self.units), (True, self.trained_units))
+            for unit in units
+            for role in roles
+        }
+
+    def unit_numel(self, unit: Unit, role: Role, *, trained: bool = False) -> int:
+        """Elements of one unit in `role`: of the whole model, or of what is trained."""
+        return self._numel[trained, unit.name, role]
+
+    def root_numel(self, role: Role, stage: int) -> int:
+        """Elements of the root that a pipeline stage holds: the embedding on the first, final norm and head on the last, a tied one on both."""
+        root = next((u for u in self.units if u.is_root), None)
+        if root is None:
+            return 0
+        pp = self.layout.mesh.pp
+        if pp == 1:
+            return self.unit_numel(root, role)
+        first, last = self.layout.home_stages
+        mine = [t for t in root.tensors if (stage == first and t.kind == "lookup") or (stage == last and (t.kind != "lookup" or self.model.tied))]
+        return sum(split(t, role, self.layout).max_local_numel for t in mine)
+
+    def block_numel(self, role: Role, *, trained: bool = False) -> int:
+        """Elements of the largest block."""
+        return max((self.unit_numel(u, role, trained=trained) for u in (self.trained_units if trained else self.units) if not u.is_root), default=0)
+
+    def blocks_numel(self, role: Role, stage: int, *, trained: bool = False) -> int:
+        """Elements of the blocks of one pipeline stage; where blocks differ, a stage has its even share of each kind, rounded up."""
+        units = [u for u in (self.trained_units if trained else self.units) if not u.is_root]
+        pp, layers = self.layout.mesh.pp, sum(u.count for u in units)
+        mine = stage_layers(layers, pp)[stage]
+        return sum(self.unit_numel(u, role, trained=trained) * (u.count if pp == 1 else -(-u.count * mine // layers)) for u in units)
+
+    def stage_numel(self, role: Role, stage: int, *, trained: bool = False) -> int:
+        """Elements of everything a stage holds; adapters have no root."""
+        root = 0 if trained and self.is_adapted else self.root_numel(role, stage)
+        return root + self.blocks_numel(role, stage, trained=trained)
+
+    def stage_num_layers(self, stage: int) -> int:
+        return stage_layers(self.model.num_layers, self.layout.mesh.pp)[stage]
+
+    @cached_property
+    def largest_tensor_numel(self) -> int:
+        """Elements of the largest trained tensor that a rank updates."""
+        return max((split(t, Role.STATE, self.layout).max_local_numel for u in self.trained_units for t in u.tensors), default=0)
+
+
+def widths(precision: Precision, layout: Layout, method: str = "full") -> Widths:
+    """Bytes per element of weights, gradients and state.
+
+    A strategy that cuts only the optimizer (ZeRO-1, ZeRO-2) works on weights and gradients of the compute dtype and keeps the master copy
+    with the moments in the state: 2 + 2 and 12 / N bytes in `bf16`, hence 4P + 12P/N and 2P + 14P/N. DDP and full shard keep the master as
+    the weight itself: 4 + 4 + 8. With one dtype for all (`fp32`, `bf16-pure`) there is no separate master.
+    Source: ZeRO (arXiv 1910.02054) section 5; torch `fully_shard` with MixedPrecisionPolicy.
+    """
+    weight, compute, moments = ITEMSIZE[precision.weight], ITEMSIZE[precision.compute], 2 * ITEMSIZE[precision.state]
+    frozen = NF4_BYTES if method == "qlora" else compute
+    if layout.shard in ("optimizer", "gradients") and weight != compute:
+        return Widths(compute, compute, weight + moments, frozen, compute)
+    return Widths(weight, ITEMSIZE[precision.gradient], moments, frozen, compute)
+
+
+def states(held: Holding, precision: Precision, stage: int = 0) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer state on the fullest rank of a pipeline stage, exact from `split`.
+
+    Under adapters the base rests in the compute dtype (projections of blocks in NF4 for qlora; embedding and head stay in the compute dtype).
+    """
+    width = widths(precision, held.layout, held.method)
+    weights = held.stage_numel(Role.WEIGHT, stage, trained=True) * width.weight
+    if held.is_adapted:
+        weights += math.ceil(held.blocks_numel(Role.WEIGHT, stage) * width.frozen_block + held.root_numel(Role.WEIGHT, stage) * width.frozen_root)
+    return {
+        "weights": weights,
+        "gradients": held.stage_numel(Role.GRADIENT, stage, trained=True) * width.gradient,
+        "optimizer": held.stage_numel(Role.STATE, stage, trained=True) * width.state,
+    }

@@ -1,0 +1,141 @@
+"""`problems`: why a layout cannot carry a model and a batch - every reason at once, each with degrees that would work."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pentamesh.errors import Problem
+from pentamesh.job.job import Batch
+from pentamesh.layout.mesh import DATA_AXES, Layout
+from pentamesh.layout.split import split
+from pentamesh.model.dims import TensorSpec
+from pentamesh.model.roles import Role
+from pentamesh.model.spec import ModelSpec
+
+__all__ = ["grad_accum", "problems"]
+
+_LAYER = re.compile(r"(?<=layers\.)\d+")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is judged: the three facts that every rule reads."""
+
+    model: ModelSpec
+    layout: Layout
+    batch: Batch
+
+
+def problems(model: ModelSpec, layout: Layout, batch: Batch) -> list[Problem]:
+    """Everything that keeps `layout` from carrying `model` with `batch`; empty when it is legal."""
+    asked = _Asked(model, layout, batch)
+    return [problem for rule in _RULES for problem in rule(asked)]
+
+
+def grad_accum(layout: Layout, batch: Batch) -> int:
+    """Micro-batches per step and data rank. The batch must be legal (see `problems`)."""
+    return batch.global_batch // (batch.micro_batch * layout.mesh.degree(*DATA_AXES))
+
+
+def _described(asked: _Asked) -> Iterator[Problem]:
+    axes = [axis for axis in ("tp", "pp", "cp", "ep") if asked.layout.mesh.degree(axis) > 1]
+    if axes and asked.model.family == "generic":
+        yield Problem(
+            f"the family of {asked.model.name} is not described: its dimensions have no names to cut along {', '.join(axes)}",
+            "layout",
+            "use the data axes (tensor = pipeline = context = expert = 1), or describe the family in pentamesh/model/families",
+        )
+
+
+def _tensor(asked: _Asked) -> Iterator[Problem]:
+    tp, model = asked.layout.mesh.tp, asked.model
+    if tp == 1 or model.family == "generic":
+        return
+    works = _listed(_divisors(math.gcd(model.num_heads, model.num_kv_heads)))
+    for dim, units in (("heads", model.num_heads), ("kv_heads", model.num_kv_heads)):
+        if units % tp:
+            yield Problem(f"tensor = {tp} does not divide {dim} = {units}", f"layout.tensor    {_first(asked, dim)}", f"use tensor = {works}")
+
+
+def _pipeline(asked: _Asked) -> Iterator[Problem]:
+    pp, layers = asked.layout.mesh.pp, asked.model.num_layers
+    if pp > layers:
+        yield Problem(f"pipeline = {pp} is more than the {layers} layers of {asked.model.name}", "layout.pipeline", f"use at most {layers}")
+
+
+def _experts(asked: _Asked) -> Iterator[Problem]:
+    mesh = asked.layout.mesh
+    if mesh.ep == 1:
+        return
+    experts = {dim.num_units for tensor in asked.model.block for dim in tensor.dims if dim.name == "experts"}
+    if not experts:
+        yield Problem(f"expert = {mesh.ep}, but {asked.model.name} has no experts", "layout.expert", "use expert = 1")
+    for count in experts:
+        if count % mesh.ep:
+            yield Problem(
+                f"expert = {mesh.ep} does not divide experts = {count}",
+                f"layout.expert    {_first(asked, 'experts')}",
+                f"use expert = {_listed(_divisors(count))}",
+            )
+    if mesh.tp > 1 and not asked.layout.sequence_parallel:
+        yield Problem(
+            f"expert = {mesh.ep} over tensor = {mesh.tp} without sequence parallel: all tensor ranks would send the same tokens",
+            "layout.expert",
+            "set sequence_parallel: true",
+        )
+
+
+def _sequence(asked: _Asked) -> Iterator[Problem]:
+    mesh, seq_len = asked.layout.mesh, asked.batch.seq_len
+    if asked.layout.sequence_parallel and mesh.tp == 1:
+        yield Problem("sequence_parallel cuts over the tensor axis, and tensor = 1", "layout.sequence_parallel", "set tensor above 1 or leave it out")
+    # A causal ring gives each rank an early and a late chunk, hence two a rank; sequence parallel cuts each over tp.
+    unit = (2 * mesh.cp * mesh.tp) if mesh.cp > 1 else (mesh.tp if asked.layout.sequence_parallel else 1)
+    if seq_len % unit:
+        below = seq_len // unit * unit
+        formula = "2 x context x tensor" if mesh.cp > 1 else "tensor"
+        yield Problem(
+            f"seq_len = {seq_len} is not a multiple of {formula} = {unit}",
+            "batch.seq_len",
+            f"use seq_len = {_listed(n for n in (below + unit, below) if n)}",
+        )
+    if mesh.cp > 1 and asked.layout.context == "ulysses" and asked.model.num_kv_heads % (mesh.cp * mesh.tp):
+        yield Problem(
+            f"context x tensor = {mesh.cp * mesh.tp} does not divide kv_heads = {asked.model.num_kv_heads}, over which Ulysses exchanges",
+            f"layout.context    {_first(asked, 'kv_heads')}",
+            "use ring attention, or a smaller degree",
+        )
+
+
+def _batch(asked: _Asked) -> Iterator[Problem]:
+    batch, ranks = asked.batch, asked.layout.mesh.degree(*DATA_AXES)
+    unit = batch.micro_batch * ranks
+    if batch.global_batch % unit:
+        below = batch.global_batch // unit * unit
+        yield Problem(
+            f"global_batch = {batch.global_batch} is not a multiple of micro_batch x data ranks = {batch.micro_batch} x {ranks} = {unit}",
+            "batch.global_batch",
+            f"use global_batch = {_listed(n for n in (below, below + unit) if n)}",
+        )
+
+
+_RULES = (_described, _tensor, _pipeline, _experts, _sequence, _batch)
+
+
+def _first(asked: _Asked, dim: str) -> str:
+    """The first tensor with `dim`, as it is stored when nothing but the data axes cut it; its layer written `*`."""
+    tensor: TensorSpec = next(t for t in asked.model.tensors if any(d.name == dim for d in t.dims))
+    return _LAYER.sub("*", str(split(tensor, Role.WEIGHT, Layout())))
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (d for d in range(number, 0, -1) if number % d == 0)
+
+
+def _listed(values: Iterator[int]) -> str:
+    """`8, 4, 2 or 1`."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
