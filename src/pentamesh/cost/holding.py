@@ -16,7 +16,7 @@ from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 
-__all__ = ["ADAPTER_RANK", "Holding", "Unit", "Widths", "adapters", "stage_layers", "states", "units_of", "widths"]
+__all__ = ["ADAPTER_RANK", "NF4_BYTES", "Holding", "Unit", "Widths", "adapters", "stage_layers", "states", "units_of", "widths"]
 
 # Rank of the adapters that lora and qlora plan for, on every projection of every block.
 # Source: QLoRA (arXiv 2305.14314) section 4: all linear layers, and the rank hardly matters.
@@ -96,6 +96,10 @@ class Holding:
     def trained_units(self) -> tuple[Unit, ...]:
         return units_of(adapters(self.model)) if self.is_adapted else self.units
 
+    @cached_property
+    def blocks_are_alike(self) -> bool:
+        return sum(not unit.is_root for unit in self.units) == 1
+
     @property
     def is_adapted(self) -> bool:
         return self.method in ("lora", "qlora")
@@ -144,6 +148,11 @@ class Holding:
 
     def stage_num_layers(self, stage: int) -> int:
         return stage_layers(self.model.num_layers, self.layout.mesh.pp)[stage]
+
+    @cached_property
+    def head_numel(self) -> int:
+        """Elements of the head as it is used, tied or not."""
+        return sum(split(t, Role.USE, self.layout).max_local_numel for t in self.model.tensors if t.kind == "matmul" and not t.unit)
 
     @cached_property
     def largest_tensor_numel(self) -> int:

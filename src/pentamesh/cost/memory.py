@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pentamesh.cost import activations
-from pentamesh.cost.holding import Holding, states
+from pentamesh.cost.holding import NF4_BYTES, Holding, states
 from pentamesh.cost.needs import Memory, Range, Stage
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import ITEMSIZE, Precision
@@ -120,6 +120,12 @@ class _Rank:
     def _is_last(self) -> bool:
         return self.stage == self.held.layout.mesh.pp - 1
 
+    def _head_gradient(self) -> int:
+        """The root's gradient while blocks go back: the head's, which a tied embedding shares."""
+        if self.held.is_adapted or not self._is_last:
+            return 0
+        return self.held.head_numel * self._compute
+
     # Parts
 
     def _states(self, *, gradients: bool) -> dict[str, int]:
@@ -151,7 +157,7 @@ class _Rank:
 
     def _base(self, which: str) -> int:
         """A gathered block: in the compute dtype; qlora gathers it in NF4 and dequantises one projection at a time."""
-        return self._parameters(which, self._compute) if self.held.method != "qlora" else self._parameters(which, 0.516) + self._dequantised()
+        return self._parameters(which, self._compute) if self.held.method != "qlora" else self._parameters(which, NF4_BYTES) + self._dequantised()
 
     def _dequantised(self) -> int:
         return self._compute * max((t.numel for t in self.held.model.block if t.kind == "matmul"), default=0) if self.held.method == "qlora" else 0
@@ -185,10 +191,11 @@ class _Rank:
         return _Moment(**self._states(gradients=self._gradients_wait()), working=working, activations=self._activations(), logits=logits)
 
     def _block_backward(self) -> _Moment:
-        """The first block to go back: nearly all activations are still there. Full shard holds two unreduced units, and one being reduced."""
-        unit = 2 * self._trained("block", self._compute) if self._sharded or self.precision.compute != self.precision.weight else 0
+        """The first blocks to go back: nearly all activations are still there. Full shard holds the whole gradients of one block, of the one
+        before it in the reduce dtype while it is reduced, and of the head."""
+        unit = self._trained("block", self._compute) if self._sharded or self.precision.compute != self.precision.weight else 0
         reducing = self._trained("block", ITEMSIZE[self.precision.reduce]) if self._sharded else 0
-        root = self._trained("root", self._compute) if self._sharded else 0
+        root = self._head_gradient() if self._sharded else 0
         working = self._used(forward=not self.policy.reshard) + self._unreduced() + unit + reducing + root
         kept = self._activations() + self._block_working_set()
         return _Moment(**self._states(gradients=True), working=working, activations=kept)

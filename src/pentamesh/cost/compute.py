@@ -1,0 +1,121 @@
+"""Seconds that a device computes: matmuls and attention against its peak, everything else against its memory, and a floor of launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pentamesh.cost import activations
+from pentamesh.cost.holding import Holding, widths
+from pentamesh.job.hardware import Device
+from pentamesh.job.job import Batch
+from pentamesh.job.precision import ITEMSIZE, Precision
+from pentamesh.layout.mesh import DATA_AXES
+from pentamesh.layout.policy import Policy
+from pentamesh.model.roles import Role
+
+__all__ = ["Work", "flop_per_token", "peak_flop_per_s", "tokens_per_step", "work"]
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of a device's peaks that training reaches.
+
+    matmul      of the dense peak, over the shapes of a training step
+    attention   of the dense peak, counting the causal half only
+    memory      of the memory's bandwidth, for norms, rotations, activations, loss and optimizer
+    launch_s    host time of one eager operation
+    """
+
+    matmul: float
+    attention: float
+    memory: float
+    launch_s: float
+
+
+EFFICIENCY = {
+    # Best shapes reach 0.73-0.80 of the bf16 peak (A100, H100, B200; stas00/ml-engineering), sustained ones 0.55 (GB200, Azure). Attention:
+    # FlashAttention-2, 180 of 312 TFLOP/s on A100, 328 of 989 on H100. Memory: BabelStream 0.86-0.95. Launch: 5-10 us an eager operation.
+    "cuda": Efficiency(matmul=0.62, attention=0.35, memory=0.85, launch_s=6e-6),
+    # A two-process 135 M fine-tune on two cores ran at 0.77 of the fp32 GEMM peak, 0.56 of the bf16 one.
+    "cpu": Efficiency(matmul=0.75, attention=0.3, memory=0.7, launch_s=5e-6),
+}
+# Reads and writes per byte that autograd saves, eager kernels, forward and backward together; a third of them forward. An estimate.
+TRAFFIC_PER_SAVED_BYTE = 8
+# Bytes per logit that the loss reads and writes in float32: cast, log-softmax, pick, and their backwards, two or three passes each.
+TRAFFIC_PER_LOGIT = 40
+# Eager operations of a block of this family: norms 12, attention 18, MLP 5, residuals 2, casts; twice as many in backward.
+OPERATIONS_PER_BLOCK = 45
+FORWARD, BACKWARD = 1 / 3, 2 / 3
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of one rank: forward and backward of one micro-batch, and the optimizer once a step."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+
+
+def flop_per_token(held: Holding, seq_len: int) -> float:
+    """Model FLOP that the method needs per token: 6 per matmul parameter and 12 L s a d, or under adapters 4 and the same attention.
+
+    A frozen weight has no gradient: its third of the work falls away, and adapters add their own 6. Source: PaLM (arXiv 2204.02311)
+    appendix B; QLoRA (arXiv 2305.14314).
+    """
+    whole = held.model.flop_per_token(seq_len)
+    if not held.is_adapted:
+        return whole
+    trained = sum(t.numel for u in held.trained_units for t in u.tensors for _ in range(u.count))
+    return whole - 2 * held.model.matmul_parameters + 6 * trained
+
+
+def peak_flop_per_s(device: Device, precision: Precision) -> float:
+    """Dense peak of the device in the compute dtype; that of float32 where it knows no narrower one."""
+    return device.flop_per_s.get(precision.compute) or device.flop_per_s["float32"]
+
+
+def work(held: Holding, policy: Policy, precision: Precision, batch: Batch, device: Device) -> Work:
+    """Seconds of the busiest rank. Recompute adds a forward to every backward, of the blocks only."""
+    blocks_s, head_s = _blocks_s(held, precision, batch, device), _head_s(held, precision, batch, device)
+    operations = held.stage_num_layers(0) * OPERATIONS_PER_BLOCK
+    launch_s = operations * EFFICIENCY[device.kind].launch_s
+    forward_s = max((blocks_s + head_s) * FORWARD, launch_s)
+    again_s = max(blocks_s * FORWARD, launch_s) if policy.recompute == "full" else 0.0
+    return Work(forward_s, max((blocks_s + head_s) * BACKWARD, 2 * launch_s) + again_s, _optimizer_s(held, precision, device))
+
+
+def _blocks_s(held: Holding, precision: Precision, batch: Batch, device: Device) -> float:
+    """Forward and backward of a stage's blocks: matmuls, causal attention, and traffic of everything else."""
+    mesh, model, reach = held.layout.mesh, held.model, EFFICIENCY[device.kind]
+    tokens = activations.local_tokens(held.layout, batch.micro_batch, batch.seq_len)
+    share = held.stage_num_layers(0) / model.num_layers / mesh.tp
+    head = sum(t.numel for t in model.tensors if t.kind == "matmul" and not t.unit)
+    attention = 12 * model.num_layers * batch.seq_len * model.num_heads * model.head_dim
+    matmul = flop_per_token(held, batch.seq_len) - attention - 6 * head
+    peak = peak_flop_per_s(device, precision)
+    saved = activations.local_bytes(activations.block(model, held.layout, batch.micro_batch, batch.seq_len, precision.compute), held.layout)
+    traffic_s = TRAFFIC_PER_SAVED_BYTE * saved * held.stage_num_layers(0) / (device.memory_bytes_per_s * reach.memory)
+    return tokens * share * (matmul / reach.matmul + attention / 2 / reach.attention) / peak + traffic_s
+
+
+def _head_s(held: Holding, precision: Precision, batch: Batch, device: Device) -> float:
+    """Forward and backward of the head and the loss."""
+    reach, tokens = EFFICIENCY[device.kind], activations.local_tokens(held.layout, batch.micro_batch, batch.seq_len)
+    logits = tokens * held.model.vocab / held.layout.mesh.tp
+    flop = 6 * held.head_numel * tokens
+    return flop / (peak_flop_per_s(device, precision) * reach.matmul) + TRAFFIC_PER_LOGIT * logits / (device.memory_bytes_per_s * reach.memory)
+
+
+def _optimizer_s(held: Holding, precision: Precision, device: Device) -> float:
+    """AdamW reads gradient, weight and state and writes weight and state: bound by memory."""
+    width = widths(precision, held.layout, held.method)
+    updated = held.stage_numel(Role.STATE, 0, trained=True)
+    casts = (ITEMSIZE[precision.weight] + ITEMSIZE[precision.compute]) * updated if precision.weight != precision.compute else 0
+    traffic = updated * (2 * width.weight + width.gradient + 2 * width.state) + casts
+    return traffic / (device.memory_bytes_per_s * EFFICIENCY[device.kind].memory)
+
+
+def tokens_per_step(held: Holding, batch: Batch, policy: Policy) -> int:
+    """Tokens of one global batch."""
+    return batch.micro_batch * batch.seq_len * policy.grad_accum * held.layout.mesh.degree(*DATA_AXES)
