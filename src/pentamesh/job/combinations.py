@@ -1,0 +1,138 @@
+"""Keys that are each right and together impossible: what cannot be planned, and what cannot be trained yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pentamesh.job.hardware import Hardware
+from pentamesh.job.job import Job
+
+__all__ = ["Conflict", "impossible", "untrainable"]
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """What does not go together: the keys, the first of them where it is to be mended."""
+
+    keys: tuple[str, ...]
+    what: str
+    hint: str
+
+
+def impossible(job: Job, hardware: Hardware | None) -> Iterator[Conflict]:
+    """What can never run as it was written. `hardware` is None where it is this machine, or is itself wrong."""
+    yield from _length(job)
+    yield from _batch(job)
+    yield from _optimizer(job)
+    yield from _held_out(job)
+    yield from _sharding(job)
+    yield from _sequence(job)
+    if hardware is not None:
+        yield from _devices(job, hardware)
+
+
+def _length(job: Job) -> Iterator[Conflict]:
+    training, optimizer = job.training, job.optimizer
+    if training.steps is not None and training.epochs is not None:
+        what = f"steps = {training.steps} and epochs = {training.epochs:g} both say how long to train"
+        yield Conflict(("training.epochs", "training.steps"), what, "keep one of them")
+    if training.steps is not None and optimizer.warmup_steps > training.steps:
+        what = f"warmup_steps = {optimizer.warmup_steps} is more than steps = {training.steps}"
+        yield Conflict(("optimizer.warmup_steps", "training.steps"), what, f"use warmup_steps = {training.steps // 10} or train longer")
+
+
+def _batch(job: Job) -> Iterator[Conflict]:
+    batch, data = job.batch, job.layout.data or 1
+    share = batch.micro_batch * data
+    if batch.global_batch % share:
+        ranks = f" x data = {data}" if data > 1 else ""
+        near = max(share, batch.global_batch // share * share)
+        what = f"global_batch = {batch.global_batch} is not a multiple of micro_batch = {batch.micro_batch}{ranks}"
+        yield Conflict(("batch.global_batch", "batch.micro_batch", "layout.data"), what, f"use global_batch = {near} or {near + share}")
+
+
+def _optimizer(job: Job) -> Iterator[Conflict]:
+    if job.optimizer.schedule == "constant" and job.optimizer.min_lr_ratio > 0:
+        what = f"min_lr_ratio = {job.optimizer.min_lr_ratio:g} and a constant schedule, which never comes down to it"
+        yield Conflict(("optimizer.min_lr_ratio", "optimizer.schedule"), what, "leave it out, or use schedule: cosine or linear")
+
+
+def _held_out(job: Job) -> Iterator[Conflict]:
+    share = job.data.held_out
+    if isinstance(share, float) and not 0 < share < 1:
+        what = f"held_out = {share:g} is no share of the training rows"
+        yield Conflict(("data.held_out",), what, "a share lies between 0 and 1 (0.05); a file is given by its name")
+    if job.training.evaluate_every is not None and share is None:
+        what = f"evaluate_every = {job.training.evaluate_every} and no held-out rows to evaluate on"
+        yield Conflict(("training.evaluate_every", "data.held_out"), what, "add data.held_out: 0.05, or leave evaluate_every out")
+
+
+def _sharding(job: Job) -> Iterator[Conflict]:
+    layout = job.layout
+    copies, data = layout.replicate, layout.data
+    whole = layout.shard in ("none", "optimizer", "gradients")
+    if whole and copies is not None and copies > 1:
+        what = f"replicate = {copies} with shard = {layout.shard}, where every data rank holds a copy of the weights already"
+        yield Conflict(("layout.replicate", "layout.shard"), what, "use shard: parameters for hybrid shard, or leave replicate out")
+    if copies is not None and data is not None and data % copies:
+        what = f"replicate = {copies} does not divide data = {data}"
+        divisors = [str(d) for d in range(1, data + 1) if data % d == 0]
+        yield Conflict(("layout.replicate", "layout.data"), what, f"use replicate = {', '.join(divisors[:-1])} or {divisors[-1]}")
+    if whole and layout.reshard_after_forward != "auto":
+        what = f"reshard_after_forward with shard = {layout.shard}, which gathers no parameters"
+        yield Conflict(("layout.reshard_after_forward", "layout.shard"), what, "use shard: parameters, or leave it out")
+
+
+def _sequence(job: Job) -> Iterator[Conflict]:
+    layout, length = job.layout, job.batch.seq_len
+    if layout.sequence_parallel and layout.tensor == 1:
+        what = "sequence_parallel cuts the residual stream over the tensor axis, and tensor = 1"
+        yield Conflict(("layout.sequence_parallel", "layout.tensor"), what, "set tensor above 1, or leave sequence_parallel out")
+    # A ring hands each rank an early and a late piece, so that causal work is even: two pieces a rank.
+    pieces = (2 * layout.context if layout.context > 1 else 1) * (layout.tensor if layout.sequence_parallel else 1)
+    if length % pieces:
+        what = f"seq_len = {length} is not a multiple of {pieces}, the pieces that context = {layout.context} and tensor = {layout.tensor} make"
+        below = max(pieces, length // pieces * pieces)
+        yield Conflict(("batch.seq_len", "layout.context", "layout.tensor"), what, f"use seq_len = {below} or {below + pieces}")
+
+
+def _devices(job: Job, hardware: Hardware) -> Iterator[Conflict]:
+    layout, devices = job.layout, hardware.num_devices
+    asked = {key: getattr(layout, key) for key in ("pipeline", "data", "context", "tensor") if (getattr(layout, key) or 1) > 1}
+    product = 1
+    for degree in asked.values():
+        product *= degree
+    said = " x ".join(f"{key} = {degree}" for key, degree in asked.items())
+    keys = (*(f"layout.{key}" for key in asked), "hardware")
+    if layout.data is not None and product != devices:
+        hint = f"make the degrees multiply to {devices}, or leave data out: it takes what the other axes leave"
+        yield Conflict(keys if asked else ("layout.data", "hardware"), f"{said or 'data = 1'} needs {product} devices, and there are {devices}", hint)
+    elif layout.data is None and devices % product:
+        yield Conflict(keys, f"{said} does not divide the {devices} devices", "use degrees whose product divides them")
+    copies = layout.replicate or 1
+    if layout.data is None and devices % product == 0 and (devices // product) % copies:
+        what = f"replicate = {copies} does not divide the {devices // product} data ranks"
+        yield Conflict(("layout.replicate", "hardware", *keys[:-1]), what, "use a divisor, such as the number of nodes")
+
+
+def untrainable(job: Job) -> Iterator[Conflict]:
+    """What is planned well and not trained yet, and what training needs and planning does not."""
+    if job.data.train is None:
+        yield Conflict(("data.train",), "there is nothing to train on", "add data.train: the file of training rows")
+    if job.training.steps is None and job.training.epochs is None:
+        yield Conflict(("training",), "nothing says how long to train", "add training.steps or training.epochs")
+    if job.method in ("lora", "qlora"):
+        yield Conflict(("method",), f"method = {job.method} is planned but not trained yet", "use method: full, or only plan it")
+    if job.precision == "bf16-pure":
+        hint = "use precision: bf16 (fp32 masters) or fp32, or only plan it"
+        yield Conflict(("precision",), "precision = bf16-pure is planned but not trained yet", hint)
+    layout = job.layout
+    if layout.shard in ("optimizer", "gradients"):
+        yield Conflict(("layout.shard",), f"shard = {layout.shard} is planned but not trained yet", "use shard: none or parameters")
+    if layout.shard in ("parameters", "auto") and (layout.replicate or 1) > 1:
+        what = f"replicate = {layout.replicate} (hybrid shard) is planned but not trained yet"
+        yield Conflict(("layout.replicate",), what, "leave replicate out: full shard over all data ranks")
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        if (degree := getattr(layout, axis)) > 1:
+            yield Conflict((f"layout.{axis}",), f"{axis} = {degree} is planned but not trained yet", f"use {axis}: 1, or only plan it")
