@@ -12,7 +12,7 @@ from pentamesh.layout.mesh import SHARD_AXES, Layout
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import STORE, Role
 
-__all__ = ["SHARDED_KINDS", "TABLE", "axes_of", "partial_axes", "sharding_of"]
+__all__ = ["SHARDED_KINDS", "TABLE", "axes_of", "cutting_axes", "is_expert", "partial_axes", "sharding_of"]
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,24 @@ def axes_of(dim: str, role: Role, layout: Layout) -> tuple[str, ...]:
     return tuple(axes)
 
 
+def is_expert(tensor: TensorSpec) -> bool:
+    """Whether `tensor` lives on the expert view of the mesh, where ep and edp stand for the ranks of dp_shard, cp and tp."""
+    return any(dim.name == "experts" for dim in tensor.dims)
+
+
+def cutting_axes(tensor: TensorSpec, position: int, role: Role, layout: Layout) -> tuple[str, ...]:
+    """As `axes_of`, for a dim of `tensor` by position: tp does not cut an expert, its ranks are already among those of ep and edp."""
+    axes = axes_of(tensor.dims[position].name, role, layout)
+    return tuple(axis for axis in axes if axis != "tp") if is_expert(tensor) else axes
+
+
 def sharding_of(tensor: TensorSpec, role: Role, layout: Layout) -> tuple[int, tuple[str, ...]]:
     """The dim (by position) and the axes over which the strategy cuts a stored tensor; no axes where it does not."""
-    is_expert = any(d.name == "experts" for d in tensor.dims)
-    axes = ("edp",) if is_expert else tuple(a for a in SHARD_AXES if layout.mesh.degree(a) > 1)
+    expert = is_expert(tensor)
+    axes = ("edp",) if expert else tuple(a for a in SHARD_AXES if layout.mesh.degree(a) > 1)
     if role not in STORE or role not in SHARDED_KINDS[layout.shard] or layout.mesh.degree(*axes) == 1:
         return 0, ()
-    return (1 if is_expert else 0), axes
+    return (1 if expert and len(tensor.dims) > 1 else 0), axes
 
 
 def partial_axes(tensor: TensorSpec, layout: Layout) -> tuple[str, ...]:
@@ -86,7 +97,7 @@ def partial_axes(tensor: TensorSpec, layout: Layout) -> tuple[str, ...]:
     own = {d.name for d in tensor.dims}
     lacking = [dim for dim in tensor.acts_on.dims if dim not in own]
     axes = {axis for dim in lacking for axis in axes_of(dim, tensor.acts_on.role, layout)}
-    if "experts" in own:
+    if is_expert(tensor):
         # Tokens reach their experts from every rank of dp_shard x cp x tp; seen from there only edp is left to sum over.
         axes = (axes - {"dp_shard", "cp", "tp"}) | ({"edp"} if layout.mesh.edp > 1 else set())
     order = ("dp_replicate", "dp_shard", "cp", "edp", "tp")

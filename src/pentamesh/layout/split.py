@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pentamesh.layout.mesh import Layout
-from pentamesh.layout.rules import axes_of, partial_axes, sharding_of
+from pentamesh.layout.rules import cutting_axes, partial_axes, sharding_of
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 
@@ -96,11 +96,13 @@ class Split:
     def placements(self) -> dict[tuple[str, ...], str] | None:
         """Names of DTensor placements by mesh axes (`Shard(0)`, `_StridedShard(0, split_factor=2)`), or None where boxes are the only way.
 
-        A dim that tensor axes and data axes both cut is strided seen from the outer mesh axis, since the inner one cuts first.
+        A dim that tensor axes and data axes both cut is strided seen from the outer mesh axis, since the inner one cuts first. DTensor knows
+        neither parts nor a grain: it would cut through a head that the degree leaves whole.
         """
         names: dict[tuple[str, ...], str] = {}
         for position, cuts in enumerate(self.cuts):
-            if len(self.tensor.dims[position].parts) > 1 and any(not cut.by_element for cut in cuts):
+            dim, degree = self.tensor.dims[position], self.layout.mesh.degree(*(axis for cut in cuts if not cut.by_element for axis in cut.axes))
+            if degree > 1 and (len(dim.parts) > 1 or (dim.grain > 1 and dim.num_units % degree)):
                 return None
             for i, cut in enumerate(cuts):
                 factor = math.prod(self.layout.mesh.degree(*inner.axes) for inner in cuts[:i])
@@ -121,7 +123,7 @@ def split(tensor: TensorSpec, role: Role, layout: Layout) -> Split:
 
     Source: the table in `pentamesh.layout.rules`.
     """
-    cuts = [tuple(Cut((axis,)) for axis in axes_of(dim.name, role, layout)) for dim in tensor.dims]
+    cuts = [tuple(Cut((axis,)) for axis in cutting_axes(tensor, position, role, layout)) for position in range(len(tensor.dims))]
     position, axes = sharding_of(tensor, role, layout)
     if axes:
         cuts[position] = (*cuts[position], Cut(axes, by_element=True))
