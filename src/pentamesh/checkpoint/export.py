@@ -1,0 +1,215 @@
+"""Export: a published checkpoint as a Hugging Face folder, by one process, tensor by tensor.
+
+No process group is needed: the shards of a checkpoint are safetensors whose headers say where each part lies in the whole, so a tensor is put
+together from its parts, cast, written and forgotten. What came in as a Hugging Face folder goes out as one: same names, dtypes and companions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from safetensors import safe_open
+
+from pentamesh.checkpoint.disk import check_room, discard, publish, write_text
+from pentamesh.checkpoint.headers import DTYPES, Entry, read_header, write_tensors
+from pentamesh.checkpoint.manifest import Manifest, verify
+from pentamesh.checkpoint.weights import INDEX, SINGLE, Weights, file_name, inside
+from pentamesh.errors import InputError, Problem, RunFailed
+from pentamesh.model.dims import TensorSpec
+from pentamesh.model.spec import ModelSpec
+
+__all__ = ["COMPANIONS", "RECORD", "export"]
+
+# Everything beside weights and config that `from_pretrained` of a model or tokenizer may read, and what a licence asks to pass on. Never code.
+# Source: transformers, tokenization_utils_base and generation (their *_FILE names); saved tokenizers of the families we describe.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*.json",
+    "tokenizer*.model*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+# The file by which we know a folder that we exported, and may replace; it says where the weights came from.
+RECORD = "pentamesh.json"
+_CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a stored tensor: the file it lies in, and its entry there."""
+
+    path: Path
+    entry: Entry
+
+
+def export(checkpoint: Path, model: ModelSpec, source: Path | None, target: Path, dtype: str | None = None, max_shard_bytes: float = 5e9) -> Path:
+    """Write the weights of a published checkpoint to `target` as a Hugging Face folder, and return it.
+
+    `source` is the model folder that the run started from: its config, tokenizer, chat template and licence go along, and its dtypes are kept
+    unless `dtype` names another. Where it has no weights the dtype is float32; without it the config is the model's own. At most one tensor is
+    in memory at a time. `target` may be absent, empty, or an earlier export, which is replaced when the new one is whole.
+
+    Raises InputError when the checkpoint is not whole, lacks a tensor, or `target` holds something else; RunFailed for values not finite.
+    """
+    _refuse([*verify(checkpoint), *_occupied(target)])
+    parts = _parts(checkpoint)
+    _refuse(list(_lacking(model, parts, checkpoint)))
+    dtypes = _dtypes(model, source, dtype)
+    size = sum(t.numel * dtypes[t.name].itemsize for t in model.parameters)
+    check_room(target.parent, size)
+    partial = target.with_name(target.name + ".partial")
+    discard(partial)
+    partial.mkdir()
+    try:
+        _write_weights(partial, model, parts, dtypes, max_shard_bytes)
+        _write_config(partial, model, source, dtypes, dtype)
+        _copy_companions(partial, source)
+        _write_record(partial, checkpoint, model)
+        publish(partial, target)
+    except BaseException:
+        discard(partial)
+        raise
+    return target
+
+
+def _refuse(problems: list[Problem]) -> None:
+    if problems:
+        raise InputError(*problems)
+
+
+def _occupied(target: Path) -> Iterator[Problem]:
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        yield Problem(f"{target.name} is a file or a link, not a folder to export to", str(target), "name a folder that does not exist yet")
+    elif target.is_dir() and any(target.iterdir()) and not (target / RECORD).is_file():
+        hint = "name a folder that does not exist yet, or empty this one"
+        yield Problem(f"{target.name} holds files that Pentamesh did not export; they are not overwritten", str(target), hint)
+
+
+def _parts(checkpoint: Path) -> dict[str, list[Part]]:
+    """The pieces of every weight, by its name in the checkpoint."""
+    parts: dict[str, list[Part]] = {}
+    for name in sorted(Manifest.read(checkpoint).files):
+        header = read_header(checkpoint / name)
+        for tensor, entry in header.entries.items():
+            if tensor.startswith("model.") and math.prod(entry.shape):
+                parts.setdefault(tensor, []).append(Part(header.path, entry))
+    return parts
+
+
+def _stored_name(tensor: TensorSpec) -> str:
+    return f"model.{tensor.name}"
+
+
+def _lacking(model: ModelSpec, parts: dict[str, list[Part]], checkpoint: Path) -> Iterator[Problem]:
+    stored = Manifest.read(checkpoint).tensors
+    for tensor in model.parameters:
+        name = _stored_name(tensor)
+        if name not in stored:
+            yield Problem(f"{tensor} is not in the checkpoint", str(checkpoint))
+        elif stored[name].shape != tensor.shape:
+            yield Problem(f"{tensor} should be {list(tensor.shape)} and is {list(stored[name].shape)}", str(checkpoint))
+        elif (found := sum(math.prod(part.entry.shape) for part in parts.get(name, []))) != tensor.numel:
+            yield Problem(f"{tensor} has {tensor.numel:,} values, {found:,} are in the checkpoint", str(checkpoint))
+
+
+def _dtypes(model: ModelSpec, source: Path | None, dtype: str | None) -> dict[str, torch.dtype]:
+    """The dtype of each exported tensor: as asked, or the source's own, or float32."""
+    floats = {str(known).removeprefix("torch."): known for known in DTYPES.values() if known.is_floating_point}
+    if dtype is not None and dtype not in floats:
+        raise InputError(f"{dtype} is not a dtype of weights", hint=f"use one of {', '.join(floats)}")
+    if dtype is not None or not _has_weights(source):
+        return {tensor.name: floats[dtype or "float32"] for tensor in model.parameters}
+    weights = Weights.open(source)
+    weights.check(model)
+    return {tensor.name: weights.tensors[file_name(tensor)].entry.torch_dtype for tensor in model.parameters}
+
+
+def _has_weights(source: Path | None) -> TypeGuard[Path]:
+    return source is not None and ((source / SINGLE).exists() or (source / INDEX).exists())
+
+
+def _write_weights(partial: Path, model: ModelSpec, parts: dict[str, list[Part]], dtypes: dict[str, torch.dtype], max_shard_bytes: float) -> None:
+    """One file, or several with an index, named as transformers names them."""
+    shards = list(_shards(model, dtypes, max_shard_bytes))
+    places: dict[str, str] = {}
+    for number, tensors in enumerate(shards, 1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        places |= {file_name(tensor): name for tensor in tensors}
+        shapes = {file_name(tensor): (dtypes[tensor.name], tensor.shape) for tensor in tensors}
+        write_tensors(partial / name, shapes, (_whole(tensor, parts[_stored_name(tensor)], dtypes[tensor.name]) for tensor in tensors))
+    if len(shards) > 1:
+        size = sum(t.numel * dtypes[t.name].itemsize for t in model.parameters)
+        metadata = {"total_parameters": model.num_parameters, "total_size": size}
+        write_text(partial / INDEX, json.dumps({"metadata": metadata, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n")
+
+
+def _shards(model: ModelSpec, dtypes: dict[str, torch.dtype], max_shard_bytes: float) -> Iterator[list[TensorSpec]]:
+    """The tensors of each output file in model order, the widest dtype first within a file; a file holds at least one."""
+    shard: list[TensorSpec] = []
+    filled = 0
+    for tensor in model.parameters:
+        size = tensor.numel * dtypes[tensor.name].itemsize
+        if shard and filled + size > max_shard_bytes:
+            yield sorted(shard, key=lambda t: -dtypes[t.name].itemsize)
+            shard, filled = [], 0
+        shard.append(tensor)
+        filled += size
+    yield sorted(shard, key=lambda t: -dtypes[t.name].itemsize)
+
+
+def _whole(tensor: TensorSpec, parts: list[Part], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor put together from its parts and cast. Raises RunFailed where it is not finite."""
+    whole = torch.empty(tensor.shape, dtype=dtype)
+    for part in parts:
+        place = tuple(slice(low, low + length) for low, length in zip(part.entry.offset, part.entry.shape, strict=True))
+        with safe_open(part.path, framework="pt") as file:
+            whole[place] = file.get_tensor(_stored_name(tensor)).to(dtype)
+    if not bool(torch.isfinite(whole).all()):
+        bad = whole.numel() - int(torch.isfinite(whole).sum())
+        raise RunFailed(f"{tensor} has {bad:,} values that are NaN or infinite as {dtype}", where=str(parts[0].path.parent))
+    return whole
+
+
+def _write_config(partial: Path, model: ModelSpec, source: Path | None, dtypes: dict[str, torch.dtype], dtype: str | None) -> None:
+    """The source's config.json byte for byte; where its dtype is another now, or there is none, with the dtype that was written."""
+    original = source / _CONFIG if source is not None else None
+    if original is not None and dtype is None and _has_weights(source):
+        shutil.copyfile(original, partial / _CONFIG)
+        return
+    config: dict[str, Any] = json.loads(original.read_text()) if original is not None else dict(model.config)
+    spelling = "torch_dtype" if "torch_dtype" in config else "dtype"
+    written = max(set(dtypes.values()), key=lambda d: sum(t.numel for t in model.parameters if dtypes[t.name] == d))
+    config |= {spelling: str(written).removeprefix("torch.")}
+    write_text(partial / _CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def _copy_companions(partial: Path, source: Path | None) -> None:
+    for path in (p for pattern in COMPANIONS for p in sorted(source.glob(pattern))) if source is not None else ():
+        assert source is not None
+        if not inside(path, source):
+            raise InputError(f"{path.name} leads out of the folder", where=str(path), hint="put the file itself into the folder")
+        if path.is_file():
+            copy = partial / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+
+
+def _write_record(partial: Path, checkpoint: Path, model: ModelSpec) -> None:
+    manifest = Manifest.read(checkpoint)
+    record = {"schema": "pentamesh.export", "version": 1, "model": model.name, "step": manifest.step, "plan": manifest.facts.get("plan")}
+    write_text(partial / RECORD, json.dumps(record, indent=2) + "\n")

@@ -1,0 +1,142 @@
+"""Headers: what a safetensors file says of itself, read and written without its tensors.
+
+    8 bytes             length n of the header, little-endian
+    n bytes             JSON: {name: {dtype, shape, data_offsets}, "__metadata__": {text: text}}
+    the rest            the tensors, one after the other, without gaps
+
+Source: the format's own description (safetensors, README, "Format"). A shard of a checkpoint also says where in the whole tensor it lies: torch's
+writer keeps the offsets under DCP_SHARDING_INFO (torch.distributed.checkpoint._hf_utils).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from pentamesh.errors import InputError, Problem
+
+__all__ = ["DTYPES", "Entry", "Header", "dtype_name", "read_header", "write_tensors"]
+
+# Names of the format for the dtypes of weights and states that we keep.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+# A longer header is refused by the format's own reader too (safetensors, MAX_HEADER_SIZE).
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored tensor: its dtype in the format's words, its shape, where its bytes lie, and its `offset` in the whole tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    offset: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Header:
+    """The tensors of one safetensors file by name; `begin` and `end` of an entry count from the start of the file."""
+
+    path: Path
+    entries: dict[str, Entry]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The format's name of a dtype (`BF16`). Raises ValueError for one that is not kept."""
+    for name, known in DTYPES.items():
+        if known == dtype:
+            return name
+    raise ValueError(f"tensors of {dtype} are not kept in files")
+
+
+def read_header(path: Path) -> Header:
+    """The header of a safetensors file, every byte accounted for.
+
+    Raises InputError naming the file, with bytes expected and found where it is truncated.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > _MAX_HEADER_BYTES or 8 + length > size:
+                raise InputError(_broken(path, f"its header says {length:,} bytes and the file has {size:,}"))
+            found = json.loads(file.read(length))
+        entries = _entries(found, 8 + length)
+    except OSError as error:
+        raise InputError(f"{path.name} cannot be read: {error.strerror}", where=str(path)) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(_broken(path, f"its header cannot be understood ({error})")) from error
+    expected = max((entry.end for entry in entries.values()), default=8 + length)
+    if expected != size:
+        kind = "is truncated" if size < expected else "is too long"
+        raise InputError(_broken(path, f"it {kind}: {expected:,} bytes expected, {size:,} found"))
+    return Header(path, entries)
+
+
+def _broken(path: Path, why: str) -> Problem:
+    return Problem(f"{path.name} is not a whole safetensors file: {why}", str(path), "copy or download the file again")
+
+
+def _entries(found: dict, start: int) -> dict[str, Entry]:
+    """Entries of a parsed header whose data begins at byte `start`. Raises ValueError where shape and bytes disagree."""
+    sharding = json.loads(found.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+    entries = {}
+    for name, entry in found.items():
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{name} has dtype {entry['dtype']}, known are {', '.join(DTYPES)}")
+        shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+        if math.prod(shape) * DTYPES[entry["dtype"]].itemsize != end - begin:
+            raise ValueError(f"{name} {list(shape)} {entry['dtype']} does not take {end - begin} bytes")
+        offset = tuple(sharding[name]["saved_offsets"]) if name in sharding else (0,) * len(shape)
+        entries[name] = Entry(entry["dtype"], shape, start + begin, start + end, offset)
+    return entries
+
+
+def write_tensors(path: Path, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[torch.Tensor]) -> int:
+    """Write a safetensors file tensor by tensor, in the order of `shapes`, and return its size in bytes; only one tensor is in memory at a time.
+
+    The widest dtypes should come first, so that every tensor starts on a multiple of its element. The file is on disk when this returns.
+    """
+    described, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, (dtype, shape) in shapes.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        described[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [begin, end]}  # pyright: ignore[reportArgumentType]
+    header = json.dumps(described, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for (dtype, shape), tensor in zip(shapes.values(), tensors, strict=True):
+            assert tensor.dtype == dtype
+            assert tuple(tensor.shape) == shape
+            _write(file, tensor)
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell()
+
+
+def _write(file: BinaryIO, tensor: torch.Tensor) -> None:
+    if tensor.numel():
+        file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)

@@ -1,0 +1,73 @@
+"""Load: a checkpoint back into the tensors of a run, whatever layout wrote it and whatever layout reads it."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, HuggingFaceStorageReader
+
+from pentamesh.checkpoint.headers import dtype_name
+from pentamesh.checkpoint.keep import agreed, newest
+from pentamesh.checkpoint.manifest import PER_RANK, Manifest, TensorFacts, verify
+from pentamesh.checkpoint.save import said
+from pentamesh.checkpoint.together import Group, place_in, together
+from pentamesh.errors import InputError, Problem, RunFailed
+
+__all__ = ["agreed", "load", "newest"]
+
+
+def load(checkpoint: Path, tensors: dict[str, torch.Tensor], *, verified: bool = False, group: Group = None) -> dict[str, Any]:
+    """Fill `tensors`, in place, from a published checkpoint and return its facts, `step` among them.
+
+    Collective: every rank calls it and verifies a share of the files, unless they have just been `verified` (by `agreed`). Together the ranks ask
+    for every tensor of the checkpoint; of what each rank has for itself (`rng.<rank>`) some may be left.
+
+    Raises InputError on all ranks: for a checkpoint that is not whole (naming the file), and for names, shapes or dtypes that differ.
+    """
+    share = place_in(group)
+    if not verified:
+        together("verifying the checkpoint", lambda: _refuse(verify(checkpoint, share)), group)
+    manifest = together("reading the manifest", lambda: Manifest.read(checkpoint), group)[0]
+    asked = {name for names in together("comparing names", lambda: list(tensors), group) for name in names}
+    together("comparing tensors", lambda: _refuse([*_differing(manifest, tensors, checkpoint), *_unasked(manifest, asked, checkpoint)]), group)
+    together("reading the checkpoint", lambda: _read(checkpoint, tensors, group), group)
+    return {"step": manifest.step, **manifest.facts}
+
+
+def _refuse(problems: list[Problem]) -> None:
+    if problems:
+        raise InputError(*problems)
+
+
+def _differing(manifest: Manifest, tensors: dict[str, torch.Tensor], checkpoint: Path) -> Iterator[Problem]:
+    for name, tensor in tensors.items():
+        found, wanted = manifest.tensors.get(name), TensorFacts(dtype_name(tensor.dtype), tuple(tensor.shape))
+        if found is None:
+            near = difflib.get_close_matches(name, manifest.tensors, 1)
+            yield Problem(f"{name} is not in the checkpoint", str(checkpoint), f"it has {near[0]}" if near else "")
+        elif found != wanted:
+            yield Problem(f"{name} is {found} in the checkpoint and {wanted} in the run", str(checkpoint))
+
+
+def _unasked(manifest: Manifest, asked: set[str], checkpoint: Path) -> Iterator[Problem]:
+    for name in sorted(manifest.tensors.keys() - asked):
+        if not PER_RANK.match(name):
+            yield Problem(f"{name} {manifest.tensors[name]} is in the checkpoint and not in the run", str(checkpoint))
+
+
+def _read(checkpoint: Path, tensors: dict[str, torch.Tensor], group: Group) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader = HuggingFaceStorageReader(str(checkpoint))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process without a group is meant
+            dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise RunFailed(*said(error, "the checkpoint could not be read")) from error

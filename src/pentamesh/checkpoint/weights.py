@@ -1,0 +1,195 @@
+"""Weights: a Hugging Face folder as names, shapes and files, of which each rank reads only its boxes."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import torch
+from safetensors import safe_open
+
+from pentamesh.checkpoint.headers import Entry, read_header
+from pentamesh.errors import InputError, Problem
+from pentamesh.layout.split import Box, Split
+from pentamesh.model.dims import TensorSpec
+from pentamesh.model.spec import ModelSpec
+
+__all__ = ["INDEX", "SINGLE", "Stored", "Weights", "file_name", "inside"]
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# A buffer that files of old kept for each layer; it is computed from the config (transformers drops it too: modeling_utils, inv_freq).
+_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+_COMPARE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where one tensor lies: its file and its entry there."""
+
+    path: Path
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a model folder by the names of its files; nothing but headers has been read."""
+
+    folder: Path
+    tensors: dict[str, Stored]
+
+    @classmethod
+    def open(cls, folder: Path) -> Weights:
+        """The weights of a folder with `model.safetensors` or an index of shards.
+
+        Raises InputError with every problem at once: no safetensors, files missing, truncated or outside the folder, an index that disagrees.
+        """
+        problems: list[Problem] = []
+        tensors: dict[str, Stored] = {}
+        index = folder / INDEX
+        if not index.exists() and not (folder / SINGLE).exists():
+            raise InputError(_no_weights(folder))
+        for file, expected in (_indexed(index, problems) if index.exists() else {SINGLE: set[str]()}).items():
+            path = folder / file
+            try:
+                entries = read_header(_checked(path, folder)).entries
+            except InputError as error:
+                problems += error.problems
+                continue
+            tensors |= {name: Stored(path, entry) for name, entry in entries.items()}
+            lost = sorted(expected - entries.keys())
+            problems += [Problem(f"{name} is not in {file}, where {INDEX} says it is", str(path)) for name in lost]
+        if problems:
+            raise InputError(*problems)
+        return cls(folder, tensors)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that most values have, in the format's words (`BF16`)."""
+        counts: Counter[str] = Counter()
+        for stored in self.tensors.values():
+            counts[stored.entry.dtype] += stored.entry.end - stored.entry.begin
+        return counts.most_common(1)[0][0] if counts else "F32"
+
+    def check(self, model: ModelSpec) -> None:
+        """Raise InputError with everything in which the folder is not `model`: tensors missing, unexpected, of another shape or wrongly tied."""
+        wanted = {file_name(tensor): tensor for tensor in model.tensors}
+        problems = [*self._missing(wanted), *self._unexpected(wanted, model), *self._misshapen(wanted)]
+        if not problems:
+            problems = [problem for tensor in model.tensors if tensor.tied_to for problem in self._untied(file_name(tensor), tensor)]
+        if problems:
+            raise InputError(*problems)
+
+    def _missing(self, wanted: dict[str, TensorSpec]) -> Iterator[Problem]:
+        for name in sorted(wanted.keys() - self.tensors.keys()):
+            if wanted[name].tied_to is None:
+                near = difflib.get_close_matches(name, self.tensors.keys() - wanted.keys(), 1)
+                yield Problem(f"{wanted[name]} is missing", str(self.folder), f"the folder has {near[0]}" if near else "")
+
+    def _unexpected(self, wanted: dict[str, TensorSpec], model: ModelSpec) -> Iterator[Problem]:
+        for name in sorted(self.tensors.keys() - wanted.keys()):
+            if not _COMPUTED.search(name):
+                yield Problem(f"{name} is not part of {model.name} ({model.family})", str(self.tensors[name].path))
+
+    def _misshapen(self, wanted: dict[str, TensorSpec]) -> Iterator[Problem]:
+        for name in sorted(self.tensors.keys() & wanted.keys()):
+            found, shape = self.tensors[name].entry.shape, wanted[name].shape
+            if found != shape:
+                yield Problem(f"{wanted[name]} should be {list(shape)} and is {list(found)}", str(self.tensors[name].path))
+
+    def _untied(self, name: str, tensor: TensorSpec) -> Iterator[Problem]:
+        """A problem when the file has both names of a tied tensor with different values: one of them would be lost in silence."""
+        if name in self.tensors and not _same_bytes(self.tensors[name], self.tensors[str(tensor.tied_to)]):
+            hint = "set tie_word_embeddings to false in config.json, or remove one of the two from the file"
+            yield Problem(f"config.json ties {name} to {tensor.tied_to}, and their values differ", str(self.tensors[name].path), hint)
+
+    def read(self, tensor: TensorSpec, split: Split, rank: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """What `rank` holds of `tensor`, read box by box and cast to `dtype`.
+
+        Shapes: `split.local_shape(rank)`. Raises InputError where the values are not all finite.
+        """
+        stored = self.tensors[file_name(tensor)]
+        local = torch.empty(split.local_shape(rank), dtype=dtype)
+        if local.numel():
+            with safe_open(stored.path, framework="pt") as file:
+                part = file.get_slice(file_name(tensor))
+                for box in split.boxes(rank):
+                    local[_slices(box.local_offset, box)] = part[_slices(box.offset, box)].to(dtype)
+        if not bool(torch.isfinite(local).all()):
+            bad = local.numel() - int(torch.isfinite(local).sum())
+            where = f"{stored.path} (rank {rank})"
+            raise InputError(f"{tensor.name} holds {bad} of {local.numel()} values that are NaN or infinite as {dtype}", where=where)
+        return local.to(device)
+
+
+def file_name(tensor: TensorSpec) -> str:
+    """The name of a tensor in a file, where one tensor in memory is one in the file."""
+    if len(tensor.file_names) > 1:
+        raise InputError(f"{tensor} is made of {len(tensor.file_names)} tensors of the file", hint="reading it needs the family's map of names")
+    return tensor.file_names[0] if tensor.file_names else tensor.name
+
+
+def inside(path: Path, folder: Path) -> bool:
+    """Whether `path`, links followed, stays in `folder`, or in the store that a folder of the hub's cache links to.
+
+    Source: huggingface_hub, cache layout: `models--x--y/snapshots/REVISION/file` is a link to `models--x--y/blobs/HASH`.
+    """
+    home, target = folder.resolve(), path.resolve()
+    blobs = home.parent.parent / "blobs"
+    return target.is_relative_to(home) or (home.parent.name == "snapshots" and target.is_relative_to(blobs))
+
+
+def _slices(offset: tuple[int, ...], box: Box) -> tuple[slice, ...]:
+    return tuple(slice(low, low + length) for low, length in zip(offset, box.size, strict=True))
+
+
+def _indexed(index: Path, problems: list[Problem]) -> dict[str, set[str]]:
+    """The names that an index expects in each file."""
+    try:
+        places = json.loads(_checked(index, index.parent).read_text())["weight_map"]
+        files: dict[str, set[str]] = {}
+        for name, file in places.items():
+            files.setdefault(file, set()).add(name)
+        return files
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problems.append(Problem(f"{INDEX} is not an index of safetensors files: {error}", str(index)))
+        return {}
+
+
+def _checked(path: Path, folder: Path) -> Path:
+    """`path`, which is a plain file that stays in the folder. Raises InputError otherwise."""
+    name = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
+    if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or not inside(path, folder):
+        raise InputError(f"{name} leads out of the folder", where=str(folder), hint="put the file itself into the folder")
+    if not path.is_file():
+        raise InputError(f"{name} is missing", where=str(folder), hint="copy or download the folder again")
+    return path
+
+
+def _no_weights(folder: Path) -> Problem:
+    if not folder.is_dir():
+        return Problem(f"{folder} is not a folder")
+    pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt*"))
+    if pickles:
+        hint = "convert it to safetensors: a pickle can run code while it is read, and is never opened"
+        return Problem(f"the weights are pickles ({', '.join(pickles[:3])}) and not safetensors", str(folder), hint)
+    return Problem(f"there is neither {SINGLE} nor {INDEX}", str(folder))
+
+
+def _same_bytes(first: Stored, second: Stored) -> bool:
+    if first.entry.dtype != second.entry.dtype:
+        return False
+    with first.path.open("rb") as one, second.path.open("rb") as other:
+        one.seek(first.entry.begin)
+        other.seek(second.entry.begin)
+        left = first.entry.end - first.entry.begin
+        while left > 0:
+            chunk = min(left, _COMPARE_BYTES)
+            if one.read(chunk) != other.read(chunk):
+                return False
+            left -= chunk
+    return True
