@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
 
 # Before any test imports torch, tokenizers or huggingface_hub: they read these once. Worlds of several processes share a few cores.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "NO_COLOR": "1"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A busy machine is no fault of the example.
+settings.register_profile("pentamesh", deadline=None)
+settings.load_profile("pentamesh")
 
 
 @pytest.fixture(scope="session")
