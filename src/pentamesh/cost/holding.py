@@ -77,9 +77,10 @@ def adapters(model: ModelSpec) -> ModelSpec:
     return replace(model, tensors=tuple(a for t in projections for a in pair(t)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Holding:
-    """Elements that the fullest rank of a layout holds of a model, in every role that rests or works.
+    """Elements that the fullest rank of a layout holds of a model, in every role that rests or works. Equal to itself only: what is computed
+    for one is remembered under it.
 
     `trained` is the model itself, or its adapters; `frozen` the base under adapters.
     """

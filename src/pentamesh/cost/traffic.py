@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from pentamesh.cost.compute import Work
 from pentamesh.cost.holding import NF4_BYTES, Holding, adapters
@@ -48,7 +49,7 @@ class Flow:
 def flows(held: Holding, policy: Policy, precision: Precision, seq_len: int, hardware: Hardware) -> tuple[Flow, ...]:
     """All collectives of a steady step of a rank, timed."""
     mesh, found = held.layout.mesh, []
-    for row in _rows(held, policy, _working(precision, held.layout), seq_len):
+    for row in _rows(held, _telling(policy, held.layout), _working(precision, held.layout), seq_len):
         ranks = group(mesh, row.axes, hardware.devices_per_node)
         once = seconds(Move(row.kind, row.axes, row.num_ranks, row.bytes), ranks, hardware)
         found.append(Flow(row, once * row.count, link_name(ranks, hardware)))
@@ -76,14 +77,22 @@ def _working(precision: Precision, layout: Layout) -> Precision:
     return replace(precision, weight=precision.compute) if layout.shard in ("optimizer", "gradients") else precision
 
 
+def _telling(policy: Policy, layout: Layout) -> Policy:
+    """The policy without what changes no collective: recomputing a block repeats its activations' crossings, and data axes have none."""
+    return policy if layout.mesh.degree("pp", "cp", "tp", "ep") > 1 else replace(policy, recompute="none")
+
+
 # Rows
 
 
+@lru_cache(maxsize=256)
 def _rows(held: Holding, policy: Policy, precision: Precision, seq_len: int) -> list[LedgerRow]:
     """The ledger of a rank. Under adapters the base is only gathered, and only adapters are reduced."""
-    rows = _model_rows(held.model, held, policy, precision, seq_len)
     if not held.is_adapted:
-        return rows
+        return _model_rows(held.model, held, policy, precision, seq_len)
+    # Where no weight is cut, the base does not travel: only its activations do.
+    base_model = held.model if held.layout.shard == "parameters" else replace(held.model, tensors=())
+    rows = _model_rows(base_model, held, policy, precision, seq_len)
     scale = NF4_BYTES / ITEMSIZE[precision.compute] if held.method == "qlora" else 1.0
     data = [r for r in rows if set(r.axes) <= _DATA and r.phase != "step"]
     base = [replace(r, bytes=round(r.bytes * scale)) for r in data if r.kind == "all_gather"] + [r for r in rows if r not in data]

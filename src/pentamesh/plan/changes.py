@@ -1,0 +1,172 @@
+"""What would make a job fit: each change really tried, the smallest that works of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from pentamesh.cost.holding import Holding
+from pentamesh.cost.memory import memory, verdict
+from pentamesh.cost.predict import Prediction
+from pentamesh.errors import InputError
+from pentamesh.job.device import find_gpu, gpu_names
+from pentamesh.job.hardware import Hardware
+from pentamesh.job.job import Job
+from pentamesh.job.precision import PRECISIONS
+from pentamesh.layout.mesh import Layout
+from pentamesh.model.spec import ModelSpec
+from pentamesh.plan.candidates import layouts, policies
+from pentamesh.units import format_bytes
+
+__all__ = ["changes_that_fit"]
+
+# More than this many nodes is no small change.
+MAX_NODES = 128
+# GPUs that a usual node can take.
+GPUS_A_NODE = 8
+SHORTEST = 512
+
+
+def changes_that_fit(job: Job, model: ModelSpec, hardware: Hardware, found: Sequence[Prediction]) -> tuple[str, ...]:
+    """Sentences, each a change after which the job fits or nearly does (which it says). A shorter sequence or a smaller micro-batch only where
+    the states themselves fit."""
+    asked = _Asked(model, hardware)
+    smallest = min(found, key=lambda p: p.memory.peak_bytes.high)
+    framework = smallest.memory.parts_bytes["framework"]
+    states_fit = min(p.memory.states_bytes for p in found) + framework < hardware.device.usable_bytes
+    tries: list[Iterator[str]] = [_layout(job, asked), _precision(job, asked), _method(job, asked)]
+    if states_fit:
+        tries.append(_length(job, asked))
+    if hardware.device.kind == "cuda":
+        tries += [_more(job, asked), _bigger(hardware, smallest)]
+    return tuple(sentence for one in tries for sentence in one)
+
+
+class _Asked:
+    """A model on a machine, to be tried with other jobs and other machines."""
+
+    def __init__(self, model: ModelSpec, hardware: Hardware) -> None:
+        self.model, self.hardware = model, hardware
+
+    def verdict(self, job: Job, hardware: Hardware | None = None) -> str:
+        """The best verdict of any layout with least memory; the global batch is rounded up to what the ranks divide."""
+        hardware = hardware or self.hardware
+        ranks = job.batch.micro_batch * hardware.num_devices
+        rounded = job.batch.model_copy(update={"global_batch": -(-job.batch.global_batch // ranks) * ranks})
+        job = job.model_copy(update={"batch": rounded})
+        try:
+            verdicts = {self._judge(job, layout, hardware) for layout in layouts(job, self.model, hardware)}
+        except InputError:
+            return "does_not_fit"
+        return next(v for v in ("fits", "at_risk", "does_not_fit") if v in verdicts)
+
+    def _judge(self, job: Job, layout: Layout, hardware: Hardware) -> str:
+        held, device = Holding(self.model, layout, job.method), hardware.device
+        policy = next(policies(layout, job, lean=True))
+        return verdict(memory(held, policy, PRECISIONS[job.precision], job.batch, usable_bytes=device.usable_bytes, kind=device.kind))
+
+    def tried(self, job: Job, sentence: str, hardware: Hardware | None = None) -> Iterator[str]:
+        """The sentence when the change works, with a word where it is at the edge."""
+        found = self.verdict(job, hardware)
+        if found != "does_not_fit":
+            yield sentence + (" (at risk: at the edge of memory)" if found == "at_risk" else "")
+
+    def tried_shorter(self, job: Job, sentence: str) -> Iterator[str]:
+        """As `tried`, and where the change is not enough, together with the longest sequence that halving leaves and that fits."""
+        length = job.batch.seq_len
+        while length >= SHORTEST:
+            batch = job.batch.model_copy(update={"seq_len": length})
+            together = sentence if length == job.batch.seq_len else f"{sentence}, together with seq_len = {length}"
+            if found := list(self.tried(job.model_copy(update={"batch": batch}), together)):
+                yield from found
+                return
+            length //= 2
+
+
+def _layout(job: Job, asked: _Asked) -> Iterator[str]:
+    """What the request itself rules out."""
+    free = job.layout
+    if free.activation_checkpointing == "none":
+        free = free.model_copy(update={"activation_checkpointing": "auto"})
+        yield from asked.tried(job.model_copy(update={"layout": free}), "activation checkpointing (layout.activation_checkpointing: full)")
+    if job.layout.shard not in ("auto", "parameters") and asked.hardware.num_devices > 1:
+        whole = free.model_copy(update={"shard": "parameters", "replicate": None})
+        yield from asked.tried(job.model_copy(update={"layout": whole}), "full shard (layout.shard: parameters)")
+    if (job.layout.replicate or 1) > 1:
+        whole = free.model_copy(update={"replicate": None})
+        yield from asked.tried(job.model_copy(update={"layout": whole}), "one copy cut over all ranks (layout.replicate left out)")
+
+
+def _precision(job: Job, asked: _Asked) -> Iterator[str]:
+    if job.precision != "bf16-pure" and job.method in ("full", "pretrain"):
+        sentence = "precision: bf16-pure (bf16 weights, gradients and states with stochastic rounding: 8 bytes a parameter instead of 16)"
+        yield from asked.tried_shorter(job.model_copy(update={"precision": "bf16-pure"}), sentence)
+    if job.precision == "fp32":
+        yield from asked.tried(job.model_copy(update={"precision": "bf16"}), "precision: bf16 (activations half as large)")
+
+
+def _method(job: Job, asked: _Asked) -> Iterator[str]:
+    """Adapters in place of full fine-tuning; pre-training has no base to adapt."""
+    if job.method == "full":
+        yield from asked.tried_shorter(
+            job.model_copy(update={"method": "lora"}), "method: lora (a frozen base of 2 bytes a parameter, adapters beside it)"
+        )
+    if job.method in ("full", "lora"):
+        yield from asked.tried_shorter(job.model_copy(update={"method": "qlora"}), "method: qlora (a 4-bit base, about 0.52 bytes a parameter)")
+
+
+def _length(job: Job, asked: _Asked) -> Iterator[str]:
+    """The states fit: what passes through is too much."""
+    if job.batch.micro_batch > 1:
+        batch = job.batch.model_copy(update={"micro_batch": 1})
+        yield from asked.tried(job.model_copy(update={"batch": batch}), "micro_batch = 1, with more accumulation")
+    halved = job.batch.model_copy(update={"seq_len": job.batch.seq_len // 2})
+    yield from asked.tried_shorter(job.model_copy(update={"batch": halved}), f"seq_len = {halved.seq_len}")
+
+
+def _more(job: Job, asked: _Asked) -> Iterator[str]:
+    """The smallest number of GPUs of this kind: more in the node, then more nodes."""
+    hardware = asked.hardware
+    layout = job.layout.model_copy(update={"data": None, "replicate": None})
+    if layout.shard != "auto":
+        layout = layout.model_copy(update={"shard": "parameters"})
+    free = job.model_copy(update={"layout": layout})
+    per_node = max(hardware.devices_per_node, GPUS_A_NODE)
+
+    def node(count: int) -> Hardware:
+        return replace(hardware, devices_per_node=count)
+
+    def nodes(count: int) -> Hardware:
+        return replace(hardware, num_nodes=count, devices_per_node=per_node)
+
+    if hardware.num_nodes == 1 and hardware.devices_per_node < per_node:
+        count = _smallest(lambda n: asked.verdict(free, node(n)) != "does_not_fit", hardware.devices_per_node, per_node)
+        if count:
+            yield from asked.tried(free, f"{count} x {hardware.device.name} in one node, with what is held cut over them", node(count))
+            return
+    count = _smallest(lambda n: asked.verdict(free, nodes(n)) != "does_not_fit", hardware.num_nodes, MAX_NODES)
+    if count:
+        gpus = f"{count} nodes of {per_node} x {hardware.device.name} ({count * per_node} GPUs), with what is held cut over all"
+        yield from asked.tried(free, gpus, nodes(count))
+
+
+def _smallest(works: Callable[[int], bool], fails: int, limit: int) -> int | None:
+    """The smallest number above `fails` that works, by doubling and then halving; None up to `limit`."""
+    low, high = fails, fails
+    while high < limit:
+        low, high = high, min(2 * high, limit)
+        if works(high):
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if works(middle) else (middle, high)
+            return high
+    return None
+
+
+def _bigger(hardware: Hardware, smallest: Prediction) -> Iterator[str]:
+    """The smallest GPU of the catalogue that holds the leanest candidate: what a rank needs does not depend on the GPU."""
+    devices = sorted((find_gpu(name)[0] for name in gpu_names()), key=lambda d: d.usable_bytes)
+    peak = smallest.memory.peak_bytes.high
+    bigger = next((d for d in devices if d.usable_bytes >= peak and d.usable_bytes > hardware.device.usable_bytes), None)
+    if bigger:
+        yield f"{hardware.num_devices} x {bigger.name} ({format_bytes(bigger.usable_bytes)} usable each)"

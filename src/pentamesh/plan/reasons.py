@@ -1,0 +1,131 @@
+"""Why a layout was chosen and why another was not, in sentences with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pentamesh.cost.holding import widths
+from pentamesh.cost.predict import Prediction
+from pentamesh.units import format_bytes, format_count, format_seconds
+
+__all__ = ["NAMES", "reasons", "why_not"]
+
+NAMES = {
+    "ddp": "DDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "full_shard": "full shard",
+    "hybrid_shard": "hybrid shard",
+    "multi_axis": "several axes",
+}
+
+
+def reasons(chosen: Prediction, found: Sequence[Prediction]) -> tuple[str, ...]:
+    """Why `chosen` won, the strongest reason first."""
+    return (*_states(chosen, found), *_recompute(chosen, found), *_speed(chosen), *_communication(chosen), *_uncertain(chosen))
+
+
+def why_not(p: Prediction, chosen: Prediction) -> str:
+    """What one candidate lost by."""
+    usable, peak = p.memory.usable_bytes, p.memory.peak_bytes
+    if p.verdict == "does_not_fit":
+        if p.memory.states_bytes > usable:
+            return f"weights, gradients and optimizer alone are {format_bytes(p.memory.states_bytes)} a {_rank(p)}; {format_bytes(usable)} are usable"
+        return f"needs {format_bytes(peak.expected)} a {_rank(p)}; {format_bytes(usable)} are usable"
+    if p.verdict == "at_risk" and chosen.verdict == "fits":
+        return f"may need {format_bytes(peak.high)} a {_rank(p)}; {format_bytes(usable)} are usable"
+    slower = p.time.step_s.expected / chosen.time.step_s.expected - 1
+    if slower > 0.005:
+        return f"{slower:.0%} slower: {_waits(p)}"
+    if slower < -0.005:
+        return f"only {-slower:.0%} faster, and more machinery"
+    return "as fast, and more machinery"
+
+
+def _rank(p: Prediction) -> str:
+    return "GPU" if p.hardware.device.kind == "cuda" else "process"
+
+
+def _waits(p: Prediction) -> str:
+    exposed = p.time.exposed_communication_s
+    if exposed > 0.2 * p.time.step_s.expected:
+        return f"{format_seconds(exposed)} a step waiting for communication"
+    return f"{format_seconds(p.time.compute_s)} a step computing" + (", blocks twice forward" if p.policy.recompute == "full" else "")
+
+
+def _states(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
+    """Whether one GPU can hold a whole replica, and what cutting it does."""
+    layout, memory, one = chosen.held.layout, chosen.memory, f"one {chosen.hardware.device.name}"
+    usable, states, strategy = format_bytes(memory.usable_bytes), format_bytes(memory.states_bytes), NAMES[layout.strategy]
+    whole = next((p for p in found if p.held.layout.shard == "none"), None)
+    cut = f"cut over {layout.mesh.degree('pp', 'dp_shard', 'cp', 'tp')} it is {states}"
+    if layout.shard == "none":
+        yield _uncut(chosen)
+    elif whole is None:
+        yield f"weights, gradients and optimizer are {states} a {_rank(chosen)} under {strategy}; {usable} are usable"
+    elif whole.memory.states_bytes > memory.usable_bytes:
+        replica = f"{_bytes_a_parameter(chosen)} is {format_bytes(whole.memory.states_bytes)} on every {_rank(chosen)} under DDP"
+        yield f"{replica}: {usable} of {one} cannot hold it; {cut}"
+    elif whole.verdict != "fits":
+        yield f"a whole replica under DDP may need {format_bytes(whole.memory.peak_bytes.high)} of the {usable} of {one}; {cut} of states"
+    else:
+        yield f"a whole replica fits {one}, and {strategy} is faster by the numbers: {cut}"
+
+
+def _uncut(chosen: Prediction) -> str:
+    memory, one = chosen.memory, f"one {chosen.hardware.device.name}"
+    states, peak = format_bytes(memory.states_bytes), format_bytes(memory.peak_bytes.expected)
+    fit = {"fits": "fit", "at_risk": "may fit", "does_not_fit": "do not fit"}[chosen.verdict]
+    said = f"{_bytes_a_parameter(chosen)} is {states} of weights, gradients and optimizer; with activations the {peak} {fit} "
+    return said + f"the {format_bytes(memory.usable_bytes)} of {one}" + (": nothing has to be cut" if chosen.verdict == "fits" else "")
+
+
+def _bytes_a_parameter(p: Prediction) -> str:
+    held = p.held
+    if held.is_adapted:
+        trained = sum(t.numel * u.count for u in held.trained_units for t in u.tensors)
+        return f"a frozen base of {format_count(held.model.num_parameters)} parameters and {format_count(trained)} trained ones ({held.method})"
+    width = widths(p.precision, held.layout, held.method)
+    return f"{width.weight + width.gradient + width.state} bytes a parameter ({p.precision.name})"
+
+
+def _recompute(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
+    other = "full" if chosen.policy.recompute == "none" else "none"
+    twins = [p for p in found if p.held.layout == chosen.held.layout and p.policy.recompute == other]
+    if not twins or chosen.policy.recompute == "none":
+        return
+    kept = format_bytes(min(p.memory.peak_bytes.expected for p in twins))
+    again = format_bytes(chosen.memory.peak_bytes.expected)
+    yield f"blocks are computed again in backward: with their activations kept a {_rank(chosen)} needs {kept}, with them recomputed {again}"
+
+
+def _speed(p: Prediction) -> Iterator[str]:
+    time = p.time
+    yield (
+        f"a step takes {format_seconds(time.step_s.expected)} ({format_seconds(time.step_s.low)} to {format_seconds(time.step_s.high)}): "
+        f"{format_seconds(time.compute_s)} computing"
+        + (f", {format_seconds(time.exposed_communication_s)} waiting for communication" if time.exposed_communication_s else "")
+        + (f", {format_seconds(time.bubble_s)} of pipeline bubble" if time.bubble_s else "")
+    )
+
+
+def _communication(p: Prediction) -> Iterator[str]:
+    if not p.communication:
+        return
+    top = max(p.communication, key=lambda c: c.exposed_s)
+    share = top.exposed_s / p.time.step_s.expected
+    if share > 0.1:
+        yield f"{top.kind} over {top.axis} is {share:.0%} of the step: {format_bytes(top.bytes_per_rank)} a {_rank(p)} through {top.link}"
+
+
+def _uncertain(p: Prediction) -> Iterator[str]:
+    memory = p.memory
+    if p.verdict == "at_risk":
+        yield (
+            f"at risk: {format_bytes(memory.peak_bytes.expected)} expected, up to {format_bytes(memory.peak_bytes.high)}; "
+            f"{format_bytes(memory.usable_bytes)} are usable"
+        )
+    if p.held.model.max_positions and p.batch.seq_len > p.held.model.max_positions:
+        yield f"seq_len = {p.batch.seq_len} is beyond the {p.held.model.max_positions} positions this model was trained for"
+    if p.held.is_adapted:
+        yield "adapters are planned at rank 16 on every projection of every block, with activations as in full training (an upper bound)"

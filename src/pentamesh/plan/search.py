@@ -1,0 +1,118 @@
+"""`plan`: which layout carries a job on a machine - every candidate judged, the simplest of the fast ones that fit chosen, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pentamesh.cost.holding import Holding
+from pentamesh.cost.predict import Prediction, predict
+from pentamesh.errors import InputError, Problem
+from pentamesh.job.combinations import untrainable
+from pentamesh.job.hardware import Hardware
+from pentamesh.job.job import Job
+from pentamesh.job.precision import PRECISIONS
+from pentamesh.layout.mesh import Layout
+from pentamesh.model.spec import ModelSpec
+from pentamesh.plan.candidates import described, layouts, policies
+from pentamesh.plan.changes import changes_that_fit
+from pentamesh.plan.plan import Alternative, Plan
+from pentamesh.plan.reasons import reasons, why_not
+
+__all__ = ["CLOSE", "judged", "plan"]
+
+# Never more machinery than pays: what is within this share of the fastest and simpler wins.
+CLOSE = 0.05
+_SIMPLEST_FIRST = ("ddp", "zero1", "zero2", "full_shard", "hybrid_shard", "multi_axis")
+_BEST_FIRST = ("fits", "at_risk", "does_not_fit")
+_PLANNED_ONLY = ("method", "precision", "layout.shard", "layout.replicate", "layout.tensor", "layout.pipeline", "layout.context", "layout.expert")
+
+
+def plan(
+    job: Job,
+    model: ModelSpec,
+    hardware: Hardware,
+    *,
+    runnable: bool = False,
+    overrides: dict[str, str] | None = None,
+    parent: str | None = None,
+) -> Plan:
+    """The judged and chosen layout of `job`; what the request fixes is judged as it is, the rest is chosen.
+
+    `runnable` leaves out what the trainer does not run. When nothing fits, the plan is the best attempt, with the changes that would fit.
+    Raises InputError when the request cannot be laid out at all.
+    """
+    if runnable:
+        _check_runnable(job)
+    found = list(judged(job, model, hardware, runnable=runnable))
+    chosen = _choose(found)
+    fits = chosen.verdict != "does_not_fit"
+    return Plan(
+        job=job,
+        model=_facts(model),
+        hardware=hardware.to_json(),
+        layout=chosen.held.layout,
+        policy=chosen.policy,
+        precision=chosen.precision,
+        verdict=chosen.verdict,
+        memory=chosen.memory,
+        time=chosen.time,
+        communication=chosen.communication,
+        tokens_per_s=chosen.tokens_per_s,
+        tokens_per_s_per_gpu=chosen.tokens_per_s_per_gpu,
+        mfu=chosen.mfu,
+        reasons=reasons(chosen, found),
+        alternatives=_alternatives(chosen, found),
+        changes_that_fit=() if fits else changes_that_fit(job, model, hardware, found),
+        overrides=overrides or {},
+        parent=parent,
+    )
+
+
+def judged(job: Job, model: ModelSpec, hardware: Hardware, *, runnable: bool = False, lean: bool = False) -> Iterator[Prediction]:
+    """Every candidate of the request, judged."""
+    precision = PRECISIONS[job.precision]
+    for layout in layouts(job, model, hardware, runnable=runnable):
+        held = Holding(model, layout, job.method)
+        for policy in policies(layout, job, lean=lean):
+            yield predict(held, policy, precision, job.batch, hardware)
+
+
+def _check_runnable(job: Job) -> None:
+    wrong = [Problem(c.what, c.keys[0], c.hint) for c in untrainable(job) if c.keys[0] in _PLANNED_ONLY]
+    if wrong:
+        raise InputError(*wrong)
+
+
+def _choose(found: list[Prediction]) -> Prediction:
+    """The rule of choice: of the candidates with the best verdict, the simplest within `CLOSE` of the fastest; of those that do not fit, the
+    one that comes nearest."""
+    best = min((p.verdict for p in found), key=_BEST_FIRST.index)
+    able = [p for p in found if p.verdict == best]
+    if best == "does_not_fit":
+        return min(able, key=lambda p: (p.memory.peak_bytes.expected, _simplicity(p)))
+    fastest = min(p.time.step_s.expected for p in able)
+    close = [p for p in able if p.time.step_s.expected <= fastest * (1 + CLOSE)]
+    return min(close, key=lambda p: (*_simplicity(p), p.time.step_s.expected))
+
+
+def _simplicity(p: Prediction) -> tuple[int, ...]:
+    """Lower is simpler: strategy first, then nothing recomputed, then the usual resharding."""
+    policy = p.policy
+    return _SIMPLEST_FIRST.index(p.held.layout.strategy), policy.recompute == "full", policy.keep_gathered, not policy.reshard
+
+
+def _alternatives(chosen: Prediction, found: list[Prediction]) -> tuple[Alternative, ...]:
+    """The best candidate of every other layout, and of the chosen layout with the other choice of recompute."""
+    rivals: dict[tuple[Layout, str], list[Prediction]] = {}
+    for p in found:
+        same_layout = p.held.layout == chosen.held.layout
+        rivals.setdefault((p.held.layout, p.policy.recompute if same_layout else ""), []).append(p)
+    others = [_choose(group) for key, group in rivals.items() if key != (chosen.held.layout, chosen.policy.recompute)]
+    others.sort(key=lambda p: (_BEST_FIRST.index(p.verdict), p.time.step_s.expected))
+    return tuple(Alternative(described(p.held.layout, p.policy), p.verdict, p.time.step_s.expected, why_not(p, chosen)) for p in others)
+
+
+def _facts(model: ModelSpec) -> dict[str, object]:
+    """What a plan tells about its model: every number but the tensors."""
+    kept = ("name", "family", "hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "tied", "max_positions")
+    return {key: getattr(model, key) for key in kept} | {"num_parameters": model.num_parameters, "notes": list(model.notes)}
