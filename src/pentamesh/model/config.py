@@ -1,0 +1,144 @@
+"""config.json: read as plain JSON, brought to one spelling, and judged - all that is wrong with its sizes at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pentamesh.errors import InputError, Problem
+from pentamesh.model.families import FAMILIES
+
+__all__ = ["canonical", "check", "parse_config", "read_config"]
+
+# A config.json is a few kB; what is larger is something else under that name.
+MAX_CONFIG_BYTES = 4 * 2**20
+# The deepest published decoder has 126 layers; each costs a dozen tensors here, so that a slip of the keyboard should not exhaust memory.
+MAX_LAYERS = 10_000
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# What a missing key means to transformers 5 where that is not "as many as the query heads". Source: configuration_{mistral,qwen2,qwen3}.py.
+DEFAULTS: dict[str, dict[str, int]] = {
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+
+
+def read_config(path: Path, within: Path | None = None) -> dict[str, Any]:
+    """The mapping in a config.json, which has to lie in the folder `within` after links are followed. Raises InputError."""
+    target = path.resolve()
+    if within is not None and not target.is_relative_to(within.resolve()):
+        raise InputError(f"{path.name} is a link out of its folder, to {target}", where=str(path), hint="put the file itself into the folder")
+    try:
+        with target.open("rb") as file:
+            return parse_config(file.read(MAX_CONFIG_BYTES + 1), str(path))
+    except OSError as error:
+        raise InputError(f"{path.name} cannot be read: {error.strerror}", where=str(path), hint="give a readable config.json") from None
+
+
+def parse_config(raw: bytes, where: str) -> dict[str, Any]:
+    """The mapping in the bytes of a config.json. Raises InputError."""
+    if len(raw) > MAX_CONFIG_BYTES:
+        raise InputError(f"this has more than {MAX_CONFIG_BYTES:,} bytes, as no config has", where=where, hint="give the model's config.json")
+    try:
+        found = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_key_twice)
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"this is not JSON: {error.msg}", where=f"{where}:{error.lineno}", hint="fetch the file again: it may be cut short"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"this is no config: {error}", where=where, hint="give the model's config.json") from None
+    if not isinstance(found, dict):
+        raise InputError(f"this holds {type(found).__name__}, not keys with values", where=where, hint="give the model's config.json")
+    return found
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found and found[key] != value:
+            raise ValueError(f"`{key}` is written twice, as {found[key]!r} and {value!r}")
+        found[key] = value
+    return found
+
+
+def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config in transformers 5's spelling: `dtype` for `torch_dtype`, one `rope_parameters` for `rope_theta` and `rope_scaling`; what a
+    missing key means is filled in, and `auto_map` is left out, since no code that comes with a model is run."""
+    found = {key: value for key, value in config.items() if key not in ("torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "auto_map")}
+    if "dtype" not in found and config.get("torch_dtype") is not None:
+        found["dtype"] = config["torch_dtype"]
+    if rope := _rope(config):
+        found["rope_parameters"] = rope
+    for key, value in DEFAULTS.get(str(config.get("model_type")), {}).items():
+        found.setdefault(key, value)
+    return found
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    parts = [part for key in ("rope_scaling", "rope_parameters") if isinstance(part := config.get(key), dict)]
+    rope = {("rope_type" if key == "type" else key): value for part in parts for key, value in part.items()}
+    if config.get("rope_theta") is not None:
+        rope.setdefault("rope_theta", config["rope_theta"])
+    return {"rope_type": "default", **rope} if rope else {}
+
+
+def check(config: Mapping[str, Any], where: str) -> None:
+    """Raises InputError with everything that keeps a config from describing a model of a known family."""
+    if problems := [Problem(what, f"{where} {key}".strip(), hint) for key, what, hint in _faults(config)]:
+        raise InputError(*problems)
+
+
+def _faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        said = "there is no model_type" if model_type is None else f"model_type = {model_type!r} is of no described family"
+        yield "model_type", said, f"described are {', '.join(FAMILIES)}; other architectures come later, on the data axes"
+        return
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method", "some method") if isinstance(quantized, dict) else quantized
+        yield "quantization_config", f"the weights are stored quantised ({method})", "give the model that it was made from"
+    yield from _spellings(config)
+    sizes = {key: config.get(key) for key in SIZES}
+    optional = {key: config[key] for key in ("num_key_value_heads", "head_dim", "max_position_embeddings") if config.get(key) is not None}
+    bad = set()
+    for key, value in (sizes | optional).items():
+        if value is None or not _is_count(value):
+            bad.add(key)
+            yield key, f"{key} is missing" if value is None else f"{key} = {value!r} is not a whole number above 0", "fetch the config.json again"
+    if not bad:
+        yield from _inconsistent({**optional, **sizes})
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _inconsistent(size: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    heads, hidden = size["num_attention_heads"], size["hidden_size"]
+    kv_heads = size.get("num_key_value_heads", heads)
+    if heads % kv_heads:
+        what = f"num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}"
+        yield "num_key_value_heads", what, "each key head serves the same number of query heads"
+    if "head_dim" not in size and hidden % heads:
+        what = f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and no head_dim is given"
+        yield "hidden_size", what, "add head_dim, or mend the sizes"
+    elif (head_dim := size.get("head_dim", hidden // heads)) % 2:
+        yield "head_dim", f"head_dim = {head_dim} is odd, and rotary positions turn pairs", "use an even head_dim"
+    if size["num_hidden_layers"] > MAX_LAYERS:
+        yield "num_hidden_layers", f"num_hidden_layers = {size['num_hidden_layers']} is more than {MAX_LAYERS:,}", "mend the number of layers"
+
+
+def _spellings(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Keys that say the same thing twice and differently."""
+    old, new = config.get("torch_dtype"), config.get("dtype")
+    if old is not None and new is not None and old != new:
+        yield "torch_dtype", f"torch_dtype = {old!r} and dtype = {new!r}", "keep one of them"
+    rope, theta = config.get("rope_parameters"), config.get("rope_theta")
+    inner = rope.get("rope_theta") if isinstance(rope, dict) else None
+    if theta is not None and inner is not None and theta != inner:
+        yield "rope_theta", f"rope_theta = {theta!r} and rope_parameters.rope_theta = {inner!r}", "keep one of them"
+    for key in ("rope_scaling", "rope_parameters"):
+        if config.get(key) is not None and not isinstance(config[key], dict):
+            yield key, f"{key} = {config[key]!r} is not a mapping", "fetch the config.json again"
