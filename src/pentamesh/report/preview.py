@@ -1,0 +1,77 @@
+"""Preview: what the model will read of a job's data and which of it is trained, for a terminal.
+
+Trained tokens are green where there is colour and stand between ⟦ and ⟧ everywhere, so that nothing is lost without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Group
+from rich.panel import Panel
+from rich.text import Text
+
+from pentamesh.units import format_count
+
+__all__ = ["preview"]
+
+OPEN, CLOSE = "⟦", "⟧"
+MAX_CHARS = 1200  # of one piece: a screen
+BAR_WIDTH = 30
+
+
+def preview(found: dict[str, Any]) -> Group:
+    """The rows of a `pentamesh.data_preview` with trained tokens marked, and its counts and lengths; rich or `Console.print` takes it."""
+    panels = [_row(row, found["form"]) for row in found["rows"]]
+    return Group(*panels, _totals(found), Text(), *_histogram(found["lengths"]))
+
+
+def _row(row: dict[str, Any], form: str) -> Panel:
+    text = Text()
+    for piece in row["pieces"]:
+        text.append(
+            f"{OPEN}{_short(piece['text'])}{CLOSE}" if piece["trained"] else _short(piece["text"]), "bold green" if piece["trained"] else "dim"
+        )
+    counts = f"{row['num_tokens']:,} tokens, {row['num_trained']:,} trained"
+    if form == "messages":
+        turns = [f"{piece['num_tokens']:,}" for piece in row["pieces"] if piece["trained"]]
+        counts += f" (by turn: {', '.join(turns)})"
+    return Panel(text, title=Text(row["where"]), subtitle=Text(counts), title_align="left", subtitle_align="left")
+
+
+def _short(text: str) -> str:
+    """The text, its middle left out where it is longer than a screen, and control characters made visible."""
+    if len(text) > MAX_CHARS:
+        half = MAX_CHARS // 2
+        text = f"{text[:half]} ... {len(text) - 2 * half:,} characters ... {text[-half:]}"
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+
+
+def _totals(found: dict[str, Any]) -> Text:
+    tokens, trained, lengths = found["num_tokens"], found["num_trained"], found["lengths"]
+    rows = f"{'' if found['all_measured'] else 'the first '}{found['num_measured']:,} rows"
+    lines = [
+        f"{OPEN}trained{CLOSE}  {format_count(trained)} of {format_count(tokens)} tokens ({trained / max(tokens, 1):.0%}) in {rows}",
+        f"length     min {lengths['min']:,}, median {lengths['median']:,}, 95% {lengths['p95']:,}, max {lengths['max']:,} tokens",
+        f"too long   {_too_long(found)}",
+    ]
+    return Text("\n".join(lines))
+
+
+def _too_long(found: dict[str, Any]) -> str:
+    num, seq_len = found["num_too_long"], found["seq_len"]
+    if found["form"] == "text":
+        return f"none: documents are cut to seq_len {seq_len:,}"
+    if not num:
+        return f"none: all fit seq_len {seq_len:,}"
+    fate = {"error": f"training stops: set batch.seq_len: {found['lengths']['max']} or data.too_long", "drop": "dropped", "truncate": "truncated"}
+    return f"{num:,} rows exceed seq_len {seq_len:,} ({fate[found['too_long']]})"
+
+
+def _histogram(lengths: dict[str, Any]) -> Iterator[Text]:
+    most = max(count for _, _, count in lengths["bins"])
+    width = len(f"{lengths['bins'][-1][1]:,}")
+    for low, high, count in lengths["bins"]:
+        bar = "█" * -(-count * BAR_WIDTH // most)
+        yield Text(f"{low:>{width},} to {high:>{width},}  {bar:<{BAR_WIDTH}} {count:,}")

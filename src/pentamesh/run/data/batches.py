@@ -1,0 +1,119 @@
+"""Batches: which samples a data rank computes at a step, as a pure function of (seed, samples consumed), and the tensors it computes on.
+
+Sample number g of a run is sample `order(seed, g // n)[g % n]` of n. Micro-batch m of data rank r takes the numbers
+consumed + (m * data_degree + r) * micro_batch + j. Nothing else is remembered, so a run goes on anywhere, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from pentamesh.errors import InputError
+from pentamesh.run.data.samples import Samples
+
+__all__ = ["IGNORED", "Batches", "Micro", "collate", "held_out_batches", "order"]
+
+# The label that is not trained. Source: torch.nn.functional.cross_entropy, ignore_index.
+IGNORED = -100
+# Tokens in the row of a micro-batch that has no sample: a rank computes on it only to take part in the collectives.
+DUMMY_LEN = 2
+
+
+@lru_cache(maxsize=2)  # an epoch's and the next one's
+def order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
+    """The order of the samples in one epoch: a permutation that depends on nothing else, on any machine.
+
+    Source: RandomState's stream is frozen over versions of numpy, Generator's is not (NEP 19).
+    """
+    found = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, epoch)))).permutation(num_samples)
+    found.setflags(write=False)
+    return found
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch of one rank.
+
+    Shapes: input_ids and labels [b, s], int64, padded on the right; a label is the next token where that is trained, else IGNORED.
+    Units: num_trained counts labels that are trained, num_tokens tokens that are not padding.
+
+    Under causal attention no token sees the padding to its right, so there is no mask.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    num_trained: int
+    num_tokens: int
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Micro:
+        """The same on `device`; a copy to CUDA that shall not block goes through pinned memory."""
+        pin = non_blocking and torch.device(device).type == "cuda" and self.input_ids.device.type == "cpu"
+        ids, labels = ((t.pin_memory() if pin else t).to(device, non_blocking=non_blocking) for t in (self.input_ids, self.labels))
+        return Micro(ids, labels, self.num_trained, self.num_tokens)
+
+
+def collate(samples: Samples, indices: list[int | None]) -> Micro:
+    """The samples at `indices` as one micro-batch, None being a row without labels."""
+    rows = [None if i is None else samples.sample(i) for i in indices]
+    lengths = [0 if row is None else len(row[0]) - 1 for row in rows]
+    shape = (len(rows), max(lengths) or DUMMY_LEN)
+    input_ids, labels = np.full(shape, samples.pad_id, np.int64), np.full(shape, IGNORED, np.int64)
+    for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+        if row is not None:
+            tokens, trained = row
+            input_ids[i, :n] = tokens[:-1]
+            labels[i, :n] = np.where(trained[1:], tokens[1:], IGNORED)
+    return Micro(torch.from_numpy(input_ids), torch.from_numpy(labels), int((labels != IGNORED).sum()), sum(lengths))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The micro-batches of one data rank. `num_samples_in_run` ends a run that is measured in epochs; what lies beyond has no labels.
+
+    Raises: InputError, when micro-batches on all ranks do not make up a global batch.
+    """
+
+    samples: Samples
+    seed: int
+    global_batch: int
+    micro_batch: int
+    data_rank: int
+    data_degree: int
+    num_samples_in_run: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.global_batch % (self.micro_batch * self.data_degree):
+            what = f"micro_batch {self.micro_batch} x data {self.data_degree} ranks does not divide global_batch {self.global_batch}"
+            raise InputError(what, where="batch.global_batch", hint=f"use a multiple of {self.micro_batch * self.data_degree}")
+
+    @property
+    def num_micros(self) -> int:
+        """Micro-batches a step, on each rank."""
+        return self.global_batch // (self.micro_batch * self.data_degree)
+
+    def step(self, consumed: int) -> list[Micro]:
+        """The micro-batches of the step before which the run has consumed so many samples, over all ranks."""
+        return [collate(self.samples, self.indices(consumed, m)) for m in range(self.num_micros)]
+
+    def indices(self, consumed: int, m: int) -> list[int | None]:
+        """The samples of micro-batch `m` of this rank at that step."""
+        first = consumed + (m * self.data_degree + self.data_rank) * self.micro_batch
+        return [self._index(number) for number in range(first, first + self.micro_batch)]
+
+    def _index(self, number: int) -> int | None:
+        if self.num_samples_in_run is not None and number >= self.num_samples_in_run:
+            return None
+        epoch, position = divmod(number, len(self.samples))
+        return int(order(self.seed, epoch, len(self.samples))[position])
+
+
+def held_out_batches(samples: Samples, micro_batch: int, data_rank: int, data_degree: int) -> Iterator[Micro]:
+    """Every held-out sample once over all ranks, in order; every rank gets the same number of micro-batches, the last ones maybe empty."""
+    for first in range(0, len(samples), micro_batch * data_degree):
+        mine = first + data_rank * micro_batch
+        yield collate(samples, [i if i < len(samples) else None for i in range(mine, mine + micro_batch)])

@@ -1,0 +1,131 @@
+"""Preview: what a job's data looks like to the model, measured before anything is trained; `pentamesh.report.preview` shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pentamesh.job.job import Job
+from pentamesh.run.data.encode import encoder
+from pentamesh.run.data.forms import checked_rows
+from pentamesh.run.data.prepare import source
+from pentamesh.run.data.rows import Problems
+from pentamesh.run.data.tokens import Encoded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["SCHEMA", "VERSION", "Lengths", "Piece", "PreviewData", "PreviewRow", "collect"]
+
+SCHEMA, VERSION = "pentamesh.data_preview", 1
+NUM_BINS = 10
+MAX_MEASURED = 10_000  # rows; at some 2,000 rows a second a preview stays a preview
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a row that is trained as a whole, or not at all."""
+
+    text: str
+    trained: bool
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class PreviewRow:
+    """One row as the model reads it; its trained pieces are the assistant's turns."""
+
+    where: str
+    pieces: tuple[Piece, ...]
+    num_tokens: int
+    num_trained: int
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of rows in tokens that the model reads; `bins` are (from, up to and including, rows)."""
+
+    min: int
+    median: int
+    p95: int
+    max: int
+    bins: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class PreviewData:
+    """The first rows, and the counts of all that were measured."""
+
+    files: tuple[str, ...]
+    form: str
+    seq_len: int
+    too_long: str
+    rows: tuple[PreviewRow, ...]
+    num_measured: int
+    all_measured: bool
+    num_tokens: int
+    num_trained: int
+    num_too_long: int
+    lengths: Lengths
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON contract of `pentamesh data preview --json`."""
+        return {"schema": SCHEMA, "version": VERSION, **asdict(self)}
+
+
+def collect(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, num_rows: int = 3, max_measured: int = MAX_MEASURED) -> PreviewData:
+    """The first `num_rows` training rows in pieces, and the counts and lengths of the first `max_measured`.
+
+    Raises: InputError, with the faults of all these rows at once.
+    """
+    asked = source(job, base)
+    encode = encoder(tokenizer, asked.form)
+    shown, lengths, num_trained, all_measured = [], [], 0, True
+    with Problems() as problems:
+        rows = checked_rows(asked.train, asked.form, problems, asked.max_rows)
+        for row in islice(rows, max_measured):
+            encoded = encode(row)
+            if not isinstance(encoded, Encoded):
+                problems.add(*encoded)
+                continue
+            if len(shown) < num_rows:
+                shown.append(PreviewRow(row.where, tuple(_pieces(tokenizer, encoded)), len(encoded.ids) - 1, encoded.num_trained))
+            lengths.append(len(encoded.ids) - 1)
+            num_trained += encoded.num_trained
+        all_measured = next(rows, None) is None
+    return PreviewData(
+        files=tuple(map(str, asked.train)),
+        form=asked.form,
+        seq_len=job.batch.seq_len,
+        too_long=job.data.too_long,
+        rows=tuple(shown),
+        num_measured=len(lengths),
+        all_measured=all_measured,
+        num_tokens=sum(lengths),
+        num_trained=num_trained,
+        num_too_long=sum(n > job.batch.seq_len for n in lengths) if asked.form == "messages" else 0,
+        lengths=_lengths(np.array(lengths)),
+    )
+
+
+def _pieces(tokenizer: PreTrainedTokenizerBase, row: Encoded) -> Iterator[Piece]:
+    # The first token is context whatever its mark: nothing predicts it.
+    trained = [False, *row.trained[1:].tolist()]
+    for is_trained, stretch in groupby(zip(row.ids.tolist(), trained, strict=True), key=lambda pair: pair[1]):
+        ids = [token for token, _ in stretch]
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        yield Piece(str(text), is_trained, len(ids))
+
+
+def _lengths(lengths: np.ndarray) -> Lengths:
+    """Source: percentiles are of the nearest rank, so that each is the length of a row."""
+    low, median, p95, high = (int(q) for q in np.percentile(lengths, [0, 50, 95, 100], method="inverted_cdf"))
+    width = max(1, -(-high // NUM_BINS))
+    counts = np.bincount((np.maximum(lengths, 1) - 1) // width, minlength=-(-high // width))
+    bins = tuple((i * width + 1, (i + 1) * width, int(n)) for i, n in enumerate(counts))
+    return Lengths(low, median, p95, high, bins)

@@ -1,0 +1,129 @@
+"""Samples: prepared tokens on disk, mapped into memory by every rank and written by one.
+
+A prepared folder holds data.json (the manifest) and, for each split, three flat little-endian files: NAME.tokens (int32), NAME.trained (one
+byte a token) and NAME.spans (int64 pairs: offset and number of tokens of each sample). Windows of a document overlap, so spans may.
+
+The model reads the tokens of a sample but the last, which is only a target: the *length* of a sample is its number of tokens less one.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pentamesh.errors import InputError
+from pentamesh.run.data.tokens import Cut, Encoded
+
+__all__ = ["MANIFEST", "SCHEMA", "VERSION", "Prepared", "SampleWriter", "Samples", "open_prepared"]
+
+SCHEMA, VERSION = "pentamesh.data", 1
+MANIFEST = "data.json"
+DTYPES = {"tokens": np.dtype("<i4"), "trained": np.dtype("?"), "spans": np.dtype("<i8")}
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of one split, mapped from disk.
+
+    Shapes: tokens and trained [all tokens]; spans [num_samples, 2].
+    Units: num_tokens counts what the model reads, num_trained the targets among the tokens that follow.
+    """
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    spans: np.ndarray
+    num_tokens: int
+    num_trained: int
+    pad_id: int
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens that the model reads, by sample."""
+        return self.spans[:, 1] - 1
+
+    def sample(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of sample `i` and which of them are targets. Shapes: [n] int32, [n] bool; n is its length plus one."""
+        offset, n = self.spans[i]
+        return self.tokens[offset : offset + n], self.trained[offset : offset + n]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The data of a job as its ranks map it, and the report of how it was made (the manifest)."""
+
+    folder: Path
+    train: Samples
+    held_out: Samples | None
+    report: dict[str, Any]
+
+
+def open_prepared(folder: Path) -> Prepared:
+    """The prepared data in `folder`, mapped and not read. Raises InputError where the folder has none, or not all of it."""
+    try:
+        report = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if (report["schema"], report["version"]) != (SCHEMA, VERSION):
+            raise InputError(f"{folder} is {report['schema']} version {report['version']}, not {SCHEMA} version {VERSION}")
+        splits = {name: _mapped(folder, name, split, report["pad_id"]) for name, split in report["splits"].items()}
+        return Prepared(folder, splits["train"], splits.get("held_out"), report)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder} holds no prepared data: {error}", hint="remove the folder: it is made again from the files of the job") from error
+
+
+def _mapped(folder: Path, name: str, split: dict[str, Any], pad_id: int) -> Samples:
+    shapes = {"tokens": (split["stored_tokens"],), "trained": (split["stored_tokens"],), "spans": (split["samples"], 2)}
+    arrays = {}
+    for kind, dtype in DTYPES.items():
+        path = folder / f"{name}.{kind}"
+        if path.stat().st_size != int(np.prod(shapes[kind])) * dtype.itemsize:
+            raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not those of {shapes[kind]} {dtype}")
+        arrays[kind] = np.memmap(path, dtype, mode="r", shape=shapes[kind])
+    return Samples(**arrays, num_tokens=split["tokens"], num_trained=split["trained_tokens"], pad_id=pad_id)
+
+
+class SampleWriter:
+    """Appends the samples of one split to its files, keeping 16 bytes a sample in memory."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._paths = {kind: folder / f"{name}.{kind}" for kind in DTYPES}
+        self._files = {kind: self._paths[kind].open("wb") for kind in ("tokens", "trained")}
+        self._spans = array("q")
+        self._counts = dict.fromkeys(("rows", "truncated", "samples", "tokens", "trained_tokens", "longest", "stored_tokens"), 0)
+        self._dropped: Counter[str] = Counter()
+
+    def drop(self, reason: str) -> None:
+        """Count a row that is not used."""
+        self._counts["rows"] += 1
+        self._dropped[reason] += 1
+
+    def add(self, row: Encoded, cut: Cut) -> None:
+        """Store a row once and its samples as spans of it, or count it as dropped."""
+        if cut.dropped:
+            self.drop(cut.dropped)
+            return
+        self._files["tokens"].write(row.ids.astype(DTYPES["tokens"]).tobytes())
+        self._files["trained"].write(row.trained.astype(DTYPES["trained"]).tobytes())
+        for offset, n in cut.spans:
+            self._spans.extend((self._counts["stored_tokens"] + offset, n))
+            self._counts["tokens"] += n - 1
+            self._counts["trained_tokens"] += int(row.trained[offset + 1 : offset + n].sum())
+            self._counts["longest"] = max(self._counts["longest"], n - 1)
+        self._counts["rows"] += 1
+        self._counts["truncated"] += cut.truncated
+        self._counts["samples"] += len(cut.spans)
+        self._counts["stored_tokens"] += len(row.ids)
+
+    def close(self) -> dict[str, Any]:
+        """Finish the files. Returns what the manifest says of them."""
+        for file in self._files.values():
+            file.close()
+        np.frombuffer(self._spans, np.int64).astype(DTYPES["spans"]).tofile(self._paths["spans"])
+        return {**self._counts, "dropped": dict(self._dropped)}

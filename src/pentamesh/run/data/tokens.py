@@ -1,0 +1,65 @@
+"""Tokens: what the model reads and which of it is trained, for one row; and how plain text is cut to length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from pentamesh.run.data.forms import Form
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Cut", "Encoded", "cut_to", "encode_text", "windows"]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of one row and, for each, whether it is a target.
+
+    Shapes: ids [n] int32, trained [n] bool. The first token is never a target: nothing comes before it.
+    """
+
+    ids: np.ndarray
+    trained: np.ndarray
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.trained[1:].sum())
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
+    """One document with the special tokens its tokenizer adds, and its end-of-text token when it has one; every token is a target."""
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
+    eos = tokenizer.eos_token_id
+    if isinstance(eos, int) and ids[-1:] != [eos]:
+        ids = [*ids, eos]
+    return Encoded(np.array(ids, np.int32), np.ones(len(ids), bool))
+
+
+def windows(num_tokens: int, seq_len: int) -> list[tuple[int, int]]:
+    """Offset and length of each window of `seq_len` + 1 tokens, overlapping by one: each token of a document but the first is predicted once."""
+    return [(start, min(seq_len + 1, num_tokens - start)) for start in range(0, num_tokens - 1, seq_len)]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The samples of one row: offset and number of tokens of each. There are none when the row is `dropped`, which says why."""
+
+    spans: tuple[tuple[int, int], ...] = ()
+    dropped: str = ""
+    truncated: bool = False
+
+
+def cut_to(row: Encoded, form: Form, seq_len: int, too_long: Literal["error", "drop", "truncate"]) -> Cut:
+    """How a row becomes samples of at most `seq_len` tokens that the model reads, each followed by one that is only a target."""
+    num_tokens = len(row.ids)
+    truncated = form == "messages" and num_tokens > seq_len + 1
+    if truncated and too_long != "truncate":
+        return Cut(dropped="too_long")
+    spans = tuple(windows(num_tokens, seq_len)) if form == "text" else ((0, min(num_tokens, seq_len + 1)),)
+    if not any(row.trained[offset + 1 : offset + n].any() for offset, n in spans):
+        return Cut(dropped="nothing_to_train")
+    return Cut(spans, truncated=truncated)

@@ -1,0 +1,93 @@
+"""The preview: what is measured of the rows, and how it looks."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pentamesh.errors import InputError
+from pentamesh.job.job import Job
+from pentamesh.report.preview import preview
+from pentamesh.run.data.preview import collect
+
+
+def job(seq_len: int = 64, **data: Any) -> Job:
+    return Job.model_validate({"model": {"name": "x"}, "data": {"train": "train.jsonl"} | data, "batch": {"seq_len": seq_len}})
+
+
+def shown(found: dict[str, Any], **console: Any) -> str:
+    file = io.StringIO()
+    Console(file=file, width=120, **console).print(preview(found))
+    return file.getvalue()
+
+
+@pytest.fixture
+def talks(write_rows: Any, talk: Any) -> list[Any]:
+    rows = [{"messages": talk("hello", "fine thanks", "how are you", "bye now")}, *({"messages": talk("how", "fine" + " now" * i)} for i in range(9))]
+    write_rows(rows)
+    return rows
+
+
+def test_pieces_are_the_row_and_trained_pieces_the_turns(chatml: Any, talks: list[Any], tmp_path: Path) -> None:
+    data = collect(job(), chatml, tmp_path)
+    assert [row.where for row in data.rows] == [f"{tmp_path}/train.jsonl:{i}" for i in (1, 2, 3)]
+    first = data.rows[0]
+    assert "".join(piece.text for piece in first.pieces) == chatml.apply_chat_template(talks[0]["messages"], tokenize=False)
+    assert [(p.text, p.num_tokens) for p in first.pieces if p.trained] == [("fine thanks<|im_end|>", 4), ("bye now<|im_end|>", 4)]
+    assert (first.num_tokens, first.num_trained) == (34, 8)
+
+
+def test_counts_and_lengths_are_of_all_rows(chatml: Any, talks: list[Any], tmp_path: Path) -> None:
+    data = collect(job(seq_len=24), chatml, tmp_path)
+    # A short row has 12 tokens up to its answer: 2 of "fine", i of "now", the end of turn and a newline make 16 + i, of which 15 + i are read.
+    assert data.lengths.min == 14
+    assert data.lengths.max == 34
+    assert data.lengths.median == 18
+    assert data.num_tokens == 34 + sum(14 + i for i in range(9))
+    assert data.num_trained == 8 + sum(3 + i for i in range(9))
+    assert data.num_too_long == 1
+    assert sum(count for _, _, count in data.lengths.bins) == data.num_measured == 10
+    assert data.all_measured
+
+
+def test_large_data_is_measured_in_part_and_says_so(chatml: Any, talks: list[Any], tmp_path: Path) -> None:
+    data = collect(job(), chatml, tmp_path, max_measured=4)
+    assert (data.num_measured, data.all_measured) == (4, False)
+    assert "in the first 4 rows" in shown(data.to_json())
+
+
+def test_faults_are_told_as_in_training(chatml: Any, write_rows: Any, tmp_path: Path) -> None:
+    write_rows([{"messages": []}])
+    with pytest.raises(InputError, match="`messages` is empty"):
+        collect(job(), chatml, tmp_path)
+
+
+def test_trained_tokens_are_marked_with_and_without_colour(chatml: Any, talks: list[Any], tmp_path: Path) -> None:
+    found = json.loads(json.dumps(collect(job(seq_len=24), chatml, tmp_path).to_json()))
+    plain = shown(found, no_color=True)
+    assert "⟦fine thanks<|im_end|>⟧" in plain
+    assert "34 tokens, 8 trained (by turn: 4, 4)" in plain
+    assert "min 14, median 18, 95% 34, max 34 tokens" in plain
+    assert "1 rows exceed seq_len 24 (training stops: set batch.seq_len: 34 or data.too_long)" in plain
+    assert "\x1b[" not in shown(found, force_terminal=False)
+    coloured = shown(found, force_terminal=True, no_color=False, color_system="truecolor", _environ={})
+    assert "\x1b[1;32m⟦fine thanks<|im_end|>⟧" in coloured
+
+
+def test_markup_in_the_data_is_text(chatml: Any, write_rows: Any, talk: Any, tmp_path: Path) -> None:
+    write_rows([{"messages": talk("[bold]how[/bold]", "[red]fine[/nothing] \x1b[31m")}])
+    text = shown(collect(job(), chatml, tmp_path).to_json(), no_color=True)
+    assert "[bold]how[/bold]" in text
+    assert "⟦[red]fine[/nothing] \\x1b[31m" in text
+
+
+def test_text_rows_are_cut_and_not_too_long(chatml: Any, write_rows: Any, tmp_path: Path) -> None:
+    write_rows([{"text": "how are you " * 30}])
+    data = collect(job(seq_len=8), chatml, tmp_path)
+    assert data.num_too_long == 0
+    assert "documents are cut to seq_len 8" in shown(data.to_json())
