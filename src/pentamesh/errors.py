@@ -47,6 +47,9 @@ class PentameshError(Exception):
     def __str__(self) -> str:
         return "\n".join(str(p) for p in self.problems)
 
+    def __reduce__(self) -> tuple[type[PentameshError], tuple[Problem, ...]]:
+        return type(self), self.problems  # an error crosses from rank to rank
+
 
 class InputError(PentameshError):
     """The job file, the command line, the data or the model folder cannot be used as given."""

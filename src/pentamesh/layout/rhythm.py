@@ -211,10 +211,11 @@ def _both_ways(crossed: tuple[Move, ...], count: int, again: int) -> Iterator[Cr
 
 
 def _bookkeeping(model: ModelSpec, layout: Layout) -> Iterator[Crossing]:
-    """The trained-token count before a step (one int64), the loss after it and the squared norm of cut gradients (one float64 each)."""
+    """The token counts before a step (trained and all, int64), then the loss and the squared norm of cut gradients (one float64 each)."""
     tokens = tuple(axis for axis in (*DATA_AXES, "cp") if layout.mesh.degree(axis) > 1)
     if tokens:
-        yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 8), 2)
+        yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 16), 1)
+        yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 8), 1)
     cut = norm_axes(model, layout)
     if cut:
         yield Crossing("step", Move("all_reduce", cut, layout.mesh.degree(*cut), 8), 1)

@@ -1,0 +1,120 @@
+"""The run folder: what every run leaves, under fixed names.
+
+job.yaml        the job as it was asked, overrides included
+plan.json       the promise
+data/           prepared samples
+metrics.jsonl   one line a step
+held_out.jsonl  one line an evaluation, the one before the first step included
+checkpoints/    step-00000050/ ...
+receipt.json    predicted, measured and their ratio
+outcome.json    how it ended, and the exit code
+export/         the model as a Hugging Face folder
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pentamesh.errors import PentameshError, Problem, RunFailed
+
+__all__ = ["METRICS_SCHEMA", "OUTCOME_SCHEMA", "RunFolder", "write_json"]
+
+METRICS_SCHEMA = {"schema": "pentamesh.metrics", "version": 1}
+HELD_OUT_SCHEMA = {"schema": "pentamesh.held_out", "version": 1}
+OUTCOME_SCHEMA = {"schema": "pentamesh.outcome", "version": 1}
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def receipt(self) -> Path:
+        return self.path / "receipt.json"
+
+    @property
+    def outcome(self) -> Path:
+        return self.path / "outcome.json"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def held_out(self) -> Path:
+        return self.path / "held_out.jsonl"
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Add one step's line."""
+        _append(self.metrics, METRICS_SCHEMA | row)
+
+    def append_held_out(self, row: dict[str, Any]) -> None:
+        """Add one evaluation's line."""
+        _append(self.held_out, HELD_OUT_SCHEMA | row)
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines after `step`: a resumed run writes them again."""
+        for path in (self.metrics, self.held_out):
+            if path.exists():
+                kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
+                _replace(path, "".join(line + "\n" for line in kept))
+
+    def record_failure(self, rank: int, error: BaseException) -> None:
+        """Write how the run failed. What pentamesh refused on purpose outranks what another rank only felt as a lost peer."""
+        on_purpose = isinstance(error, PentameshError)
+        if self.outcome.exists() and not on_purpose:
+            return
+        problems = error.problems if isinstance(error, PentameshError) else (Problem(f"{type(error).__name__}: {error}", f"rank {rank}"),)
+        code = error.exit_code if isinstance(error, PentameshError) else RunFailed.exit_code
+        self.record_outcome("failed", code, rank=rank, problems=[asdict(problem) for problem in problems])
+
+    def record_outcome(self, outcome: str, exit_code: int, **facts: Any) -> None:
+        """Write outcome.json: `done`, `stopped` (asked to) or `failed`, and the exit code."""
+        write_json(self.outcome, OUTCOME_SCHEMA | {"outcome": outcome, "exit_code": exit_code} | facts)
+
+    def read_outcome(self) -> dict[str, Any] | None:
+        """What outcome.json says, or None where there is none."""
+        return json.loads(self.outcome.read_text()) if self.outcome.exists() else None
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON at once: the file is whole or absent."""
+    _replace(path, json.dumps(content, indent=2) + "\n")
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
+    """One line in one write, so that neither a reader nor a crash sees half of it."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(text)
+    os.replace(partial, path)

@@ -1,0 +1,194 @@
+"""`pentamesh train`: plan the job, keep the plan, start one process a device through torchrun's agent, and say how it ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pentamesh.errors import DoesNotFit, Drift, InputError, PentameshError, Problem, RunFailed
+from pentamesh.job.hardware import Hardware, read_hardware
+from pentamesh.job.job import Job
+from pentamesh.job.read import check_trainable, read_job
+from pentamesh.model.read import read_model
+from pentamesh.plan.plan import Plan
+from pentamesh.plan.search import plan as make_plan
+from pentamesh.run.folder import RunFolder
+from pentamesh.run.loop import Options
+from pentamesh.run.worker import LAUNCHED, work
+from pentamesh.units import format_bytes
+
+__all__ = ["located", "planned", "train"]
+
+
+def train(target: Path, overrides: Sequence[str], options: Options, *, even_so: bool = False) -> int:
+    """Run the job in `target` (a job file or a plan.json) to its end and return the exit code.
+
+    Inside torchrun or SLURM this process is one rank; otherwise it starts them all. Raises PentameshError with the cause of a failure.
+    """
+    if "RANK" in os.environ:
+        return work(lambda: _keep(target, overrides, options, even_so), options)
+    folder = _keep(target, overrides, options, even_so)
+    _start_ranks(folder, Plan.read(folder.plan).layout.mesh.num_ranks, options)
+    return 0
+
+
+def planned(target: Path, overrides: Sequence[str]) -> Plan:
+    """The plan that `target` is, or asks for. Raises InputError for what cannot be trained."""
+    if target.suffix == ".json":
+        if overrides:
+            raise InputError("a plan takes no overrides: it is run as it stands", where=str(target), hint="give the job file, then --set works")
+        return Plan.read(target)
+    job, recorded = read_job(target, overrides)
+    check_trainable(job, str(target))
+    model = read_model(job.model.name, target.parent, job.model.revision)
+    return make_plan(located(job, target), model, _hardware(job), runnable=True, overrides=recorded)
+
+
+def located(job: Job, target: Path) -> Job:
+    """The job with its relative paths made absolute: they are relative to the job file, and ranks may stand elsewhere."""
+
+    def absolute(path: str | None) -> str | None:
+        return None if path is None else str((target.parent / path).resolve())
+
+    folder = job.logging.folder or f"runs/{target.stem}"
+    is_folder = (target.parent / job.model.name).exists()
+    held_out = job.data.held_out
+    return job.model_copy(
+        update={
+            "model": job.model.model_copy(update={"name": absolute(job.model.name) if is_folder else job.model.name}),
+            "data": job.data.model_copy(
+                update={"train": absolute(job.data.train), "held_out": absolute(held_out) if isinstance(held_out, str) else held_out}
+            ),
+            "logging": job.logging.model_copy(update={"folder": absolute(folder)}),
+        }
+    )
+
+
+def _hardware(job: Job) -> Hardware:
+    """The job's hardware; `auto` under torchrun is as many devices of this kind of machine as there are ranks."""
+    found = read_hardware(job.hardware)
+    size = int(os.environ.get("WORLD_SIZE", "0"))
+    if job.hardware == "auto" and size and found.device.kind == "cpu":
+        return read_hardware(f"{size}xCPU")
+    return found
+
+
+def _keep(target: Path, overrides: Sequence[str], options: Options, even_so: bool) -> RunFolder:
+    """Plan, refuse what does not fit, and write the run folder."""
+    plan = planned(target, overrides)
+    _say_verdict(plan, even_so)
+    folder = RunFolder(Path(str(plan.job.logging.folder)))
+    plan = _after(folder, plan, options)
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        plan.write(folder.plan)
+        folder.job.write_text(yaml.safe_dump(plan.job.model_dump(mode="json"), sort_keys=False))
+        folder.outcome.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"the run folder cannot be written: {error.strerror}", where=str(folder.path), hint="set logging.folder to one that can"
+        ) from error
+    return folder
+
+
+_VERDICTS = {
+    "fits": "fits",
+    "at_risk": "is at risk of running out of memory: running all the same",
+    "does_not_fit": "does not fit: running even so",
+}
+
+
+def _say_verdict(plan: Plan, even_so: bool) -> None:
+    peak, usable = plan.memory.peak_bytes.expected, plan.memory.usable_bytes
+    needs = f"{format_bytes(peak)} of {format_bytes(usable)} usable on each device"
+    if plan.verdict == "does_not_fit" and not even_so:
+        hints = "; ".join(plan.changes_that_fit) or "see `pentamesh plan`"
+        raise DoesNotFit(f"the job does not fit: it needs {needs}", where="hardware", hint=f"{hints}; --even-so runs it regardless")
+    text = f"plan {plan.fingerprint}: {plan.strategy} on {plan.layout.mesh}, {plan.precision.name}; needs {needs}, {_VERDICTS[plan.verdict]}"
+    print(text, file=sys.stderr)  # noqa: T201
+
+
+def _after(folder: RunFolder, plan: Plan, options: Options) -> Plan:
+    """The plan with its parent when an earlier one is continued. A folder with checkpoints is not overwritten unasked."""
+    if not any(folder.checkpoints.glob("step-*")):
+        return plan
+    if not options.resume:
+        raise InputError(
+            f"{folder.path} already holds checkpoints of a run", where="logging.folder", hint="continue it with --resume, or choose another folder"
+        )
+    earlier = Plan.read(folder.plan)
+    if earlier.fingerprint == plan.fingerprint:
+        return replace(plan, parent=earlier.parent)
+    print("the plan changed since the checkpoint:\n" + "\n".join(_changes(earlier.to_json(), plan.to_json())), file=sys.stderr)  # noqa: T201
+    return replace(plan, parent=earlier.fingerprint)
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """One line for every decision that differs between two plans."""
+    found = []
+    for part in ("job", "layout", "policy", "precision"):
+        old, new = _flat(before[part]), _flat(after[part])
+        found += [f"  {part}.{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    return found
+
+
+def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _start_ranks(folder: RunFolder, num_ranks: int, options: Options) -> None:
+    """Start the ranks under torchrun's agent and wait. Raises what went wrong, from the run folder's outcome."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its words are about agents; ours follow
+    os.environ[LAUNCHED] = "1"
+    if num_ranks > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+        shutdown_timeout=5,
+    )
+    flags = (["--resume"] if options.resume else []) + (["--stop-at", str(options.stop_at)] if options.stop_at else [])
+    try:
+        elastic_launch(config, sys.executable)("-m", "pentamesh.run.worker", str(folder.path), *flags)
+    except ChildFailedError as error:
+        raise _cause(folder, error.failures) from None
+
+
+def _cause(folder: RunFolder, failures: dict[int, Any]) -> PentameshError:
+    """Why the ranks ended: a rank that was killed comes first, then what a rank wrote, then the bare exit code."""
+    killed = {rank: -f.exitcode for rank, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
+    outcome = folder.read_outcome()
+    hint = "continue with --resume from the newest checkpoint" if any(folder.checkpoints.glob("step-*")) else ""
+    if killed:
+        rank, number = next(iter(killed.items()))
+        name = signal.Signals(number).name
+        reason = " (out of memory? see the kernel log)" if number == signal.SIGKILL else ""
+        found: PentameshError = RunFailed(f"rank {rank} was killed by {name}{reason}; the other ranks were ended", where=str(folder.path), hint=hint)
+        folder.record_failure(rank, found)
+        return found
+    if outcome is None or outcome["outcome"] != "failed":
+        return RunFailed(f"rank {min(failures)} ended with exit code {failures[min(failures)].exitcode}", where=str(folder.path), hint=hint)
+    kind = {2: InputError, 3: DoesNotFit, 4: Drift}.get(outcome["exit_code"], RunFailed)
+    problems = [Problem(**problem) for problem in outcome["problems"]]
+    return kind(*(replace(p, hint=p.hint or hint) if kind is RunFailed else p for p in problems))

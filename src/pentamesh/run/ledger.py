@@ -1,0 +1,80 @@
+"""The ledger: every collective that a step really makes, in the same rows that `layout.rhythm` predicts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pentamesh.layout.rhythm import LedgerRow
+from pentamesh.run.world import World
+
+__all__ = ["Recorder", "differences"]
+
+# c10d's operators by the words of `Move`, and which of their tensors is the whole buffer: the largest.
+_KINDS = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "send": "send",
+    "broadcast_": "broadcast",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "barrier": "barrier",
+}
+_SEEN_ELSEWHERE = {"recv_", "recv_any_source_", "monitored_barrier_"}
+
+
+class Recorder(TorchDispatchMode):
+    """Records collectives while it is entered: `with Recorder(world) as ledger: ...; ledger.rows()`.
+
+    A collective belongs to `backward` while autograd runs, else to the phase that the world is in: `forward` or `step`.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+        self._counts: Counter[tuple[str, str, tuple[str, ...], int, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.namespace == "c10d" and func._opname not in _SEEN_ELSEWHERE:
+            self._record(func._opname, tree_leaves((args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, name: str, leaves: list[Any]) -> None:
+        if name not in _KINDS:
+            raise AssertionError(f"the ledger does not know the collective c10d::{name}")
+        group = next(found for leaf in leaves if (found := _group_of(leaf)) is not None)
+        num_bytes = max((t.numel() * t.element_size() for t in leaves if isinstance(t, torch.Tensor)), default=0)
+        key = (self._phase(), _KINDS[name], self._world.axes_of(group), group.size(), num_bytes)
+        if group.size() > 1:
+            self._counts[key] += 1
+
+    def _phase(self) -> str:
+        return "backward" if torch._C._current_graph_task_id() != -1 else self._world.phase
+
+    def rows(self) -> list[LedgerRow]:
+        """What was recorded, in the order of `layout.rhythm.ledger`."""
+        return sorted(LedgerRow(*key, count) for key, count in self._counts.items())
+
+
+def differences(predicted: list[LedgerRow], recorded: list[LedgerRow]) -> list[str]:
+    """One line for every row that one side has and the other has not; empty when they are equal."""
+    only = [f"predicted, not recorded: {row}" for row in predicted if row not in recorded]
+    return only + [f"recorded, not predicted: {row}" for row in recorded if row not in predicted]
+
+
+def _group_of(leaf: Any) -> dist.ProcessGroup | None:
+    if not isinstance(leaf, torch.ScriptObject):
+        return None
+    try:
+        return dist.ProcessGroup.unbox(leaf)
+    except (RuntimeError, TypeError, ValueError):
+        return None

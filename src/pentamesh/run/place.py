@@ -1,0 +1,195 @@
+"""`place`: the planned layout made real. The only file that makes DTensors.
+
+Modules stay Hugging Face's, built without weights; each rank then fills its own part from the model folder (or draws it), never more.
+What was built is checked against the plan on every rank before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from pentamesh.errors import Drift, InputError, Problem
+from pentamesh.job.precision import Precision
+from pentamesh.layout.mesh import Layout
+from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
+from pentamesh.layout.rules import SHARDED_KINDS
+from pentamesh.layout.split import Split, split
+from pentamesh.model.dims import TensorSpec
+from pentamesh.model.roles import Role
+from pentamesh.model.spec import ModelSpec
+from pentamesh.run.world import World
+
+__all__ = ["Filler", "build", "check", "local", "place", "torch_dtype"]
+
+# Gives a rank's local part of a parameter: read from a folder, or drawn at random.
+Filler = Callable[[TensorSpec, Split, int, torch.dtype], torch.Tensor]
+
+
+# Marks a parameter that several modules share, with its name.
+TIED = "_pentamesh_tied_as"
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype of a name (`bfloat16`)."""
+    return getattr(torch, name)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a parameter or gradient."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def build(model: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
+    """The model's modules: parameters on the meta device, buffers (rotary frequencies) real and as direct construction makes them."""
+    config = {key: value for key, value in model.config.items() if key not in ("auto_map", "quantization_config")}
+    config = AutoConfig.for_model(**config)
+    config.use_cache = False
+    with init_empty_weights(include_buffers=False):
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    built.tie_weights()
+    return built.train()
+
+
+def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, world: World, fill: Filler) -> nn.Module:
+    """The trainable module of this rank: built, laid out, filled and checked.
+
+    Raises Drift when a parameter's shape, placement or dtype is not the plan's.
+    """
+    built = build(model, torch_dtype(precision.weight))
+    if policy.recompute == "full":
+        built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    sharded = Role.WEIGHT in SHARDED_KINDS[layout.shard]
+    if sharded:
+        _fully_shard(built, model, policy, precision, world)
+    elif precision.compute != precision.weight:
+        _cast_while_used(built, torch_dtype(precision.compute))
+    _materialise(built, model, world)
+    _fill(built, model, layout, world, torch_dtype(precision.weight), fill)
+    check(built, model, layout, precision, world)
+    return built if sharded or world.num_ranks == 1 else _replicate(built, policy, world)
+
+
+def _fully_shard(built: nn.Module, model: ModelSpec, policy: Policy, precision: Precision, world: World) -> None:
+    """Cut every unit over the shard axis (and copy it over the replicate axis), each gathered and reduced as one."""
+    degree = world.layout.mesh.degree
+    mesh = world.mesh["dp_replicate", "dp_shard"] if degree("dp_replicate") > 1 else world.mesh["dp_shard"]
+    compute = torch_dtype(precision.compute) if precision.compute != precision.weight else None
+    mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch_dtype(precision.reduce), cast_forward_inputs=False)
+    units = [built.get_submodule(unit) for unit in model.units if unit]
+    for module in (*units, built):
+        # The root is used again at once by backward; FSDP never reshards it in between.
+        fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=policy.reshard and module is not built)
+    for module in built.modules():
+        if isinstance(module, FSDPModule):
+            # Gradients are sums over tokens, divided once by the global count in the loss. Gloo has no averaging reduction either.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _cast_while_used(built: nn.Module, dtype: torch.dtype) -> None:
+    """Let every module compute with `dtype` copies of its parameters, as sharded blocks do; the parameters themselves stay masters.
+
+    An instance attribute hides the registered parameter of the same name while the module's forward runs. Tied modules share one copy over
+    the whole forward, so that the two parts of its gradient are summed before they reach the master, as sharding does it.
+    """
+    copies: dict[str, torch.Tensor] = {}
+
+    def cast(module: nn.Module, _args: object) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            shared = copies.get(getattr(parameter, TIED, ""))
+            module.__dict__[name] = parameter.to(dtype) if shared is None else shared
+            if shared is None and hasattr(parameter, TIED):
+                copies[getattr(parameter, TIED)] = module.__dict__[name]
+
+    def restore(module: nn.Module, _args: object, _output: object) -> None:
+        for name, _ in module.named_parameters(recurse=False):
+            module.__dict__.pop(name, None)
+
+    for module in built.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(cast)
+            module.register_forward_hook(restore, always_call=True)
+    built.register_forward_hook(lambda *_: copies.clear(), always_call=True)
+
+
+def _materialise(built: nn.Module, model: ModelSpec, world: World) -> None:
+    """Give every parameter storage on the device; buffers keep their values, ties stay ties."""
+    buffers = {name: buffer.clone() for name, buffer in built.named_buffers()}
+    built.to_empty(device=world.device)
+    for name, buffer in built.named_buffers():
+        buffer.copy_(buffers[name])
+    for tensor in model.tensors:
+        if tensor.tied_to is not None:
+            module, _, name = tensor.name.rpartition(".")
+            owner = built.get_parameter(tensor.tied_to)
+            setattr(owner, TIED, tensor.tied_to)
+            built.get_submodule(module)._parameters[name] = owner
+
+
+def _fill(built: nn.Module, model: ModelSpec, layout: Layout, world: World, dtype: torch.dtype, fill: Filler) -> None:
+    for tensor in model.parameters:
+        held = split(tensor, Role.WEIGHT, layout)
+        with torch.no_grad():
+            local(built.get_parameter(tensor.name)).copy_(fill(tensor, held, world.rank, dtype))
+
+
+def _replicate(built: nn.Module, policy: Policy, world: World) -> DistributedDataParallel:
+    """DDP over the data axis. The graph is static where torch allows to say so: not with accumulation, which skips reductions."""
+    return DistributedDataParallel(
+        built,
+        process_group=world.group(("dp_replicate",)),
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        forward_sync_buffers=False,  # rotary frequencies are constants
+        init_sync=False,  # every rank has filled the same weights
+        bucket_cap_mb=DDP_BUCKET_BYTES // 2**20,
+        gradient_as_bucket_view=True,
+        static_graph=policy.grad_accum == 1 and policy.recompute == "none",
+    )
+
+
+def check(built: nn.Module, model: ModelSpec, layout: Layout, precision: Precision, world: World) -> None:
+    """Compare every parameter with the plan: all named, none left over, local shape, placement and dtype as `split` says. Raises Drift."""
+    found = dict(built.named_parameters(remove_duplicate=True))
+    expected = {tensor.name: tensor for tensor in model.parameters}
+    problems = [Problem(f"{name} is in the model and not in the plan", f"rank {world.rank}") for name in found.keys() - expected.keys()]
+    problems += [Problem(f"{name} is in the plan and not in the model", f"rank {world.rank}") for name in expected.keys() - found.keys()]
+    for name in sorted(found.keys() & expected.keys()):
+        held = split(expected[name], Role.WEIGHT, layout)
+        wanted = (held.local_shape(world.rank), _placements(held, layout), torch_dtype(precision.weight))
+        built_as = (tuple(local(found[name]).shape), _placements_of(found[name]), found[name].dtype)
+        if wanted != built_as:
+            problems.append(Problem(f"{held}: planned {wanted}, built {built_as}", f"rank {world.rank}"))
+    if problems:
+        raise Drift(*problems)
+
+
+def _placements(held: Split, layout: Layout) -> tuple[str, ...]:
+    """The names of DTensor placements that the plan gives, in the order of the mesh axes that shard."""
+    names = held.placements()
+    if names is None:
+        raise InputError(f"{held} has no DTensor placement", hint="fused tensors are not cut by tensor parallel yet")
+    if Role.WEIGHT not in SHARDED_KINDS[layout.shard]:
+        return ()
+    copies = ("Replicate",) if layout.mesh.dp_replicate > 1 else ()
+    cuts = tuple(name for axes, name in names.items() if set(axes) & {"dp_shard", "cp", "edp"})
+    return (*copies, *(cuts or ("Shard(0)",)))  # on one rank FSDP still says Shard(0)
+
+
+def _placements_of(parameter: torch.Tensor) -> tuple[str, ...]:
+    if not isinstance(parameter, DTensor):
+        return ()
+    return tuple("Replicate" if isinstance(p, Replicate) else f"Shard({p.dim})" if isinstance(p, Shard) else repr(p) for p in parameter.placements)
+
+
+def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The trainable parameters by Hugging Face name, whatever wraps the module."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    return dict(inner.named_parameters())

@@ -1,0 +1,80 @@
+"""The state of a run: everything that a checkpoint keeps, and that a resumed run continues from bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pentamesh.checkpoint.keep import prune
+from pentamesh.checkpoint.load import load
+from pentamesh.checkpoint.save import save
+from pentamesh.plan.plan import Plan
+from pentamesh.run.optim import STATE_NAMES
+from pentamesh.run.step import StepResult, Trainee
+
+__all__ = ["Counters", "restore", "store", "tensors"]
+
+
+@dataclass(frozen=True)
+class Counters:
+    """How far a run is. `consumed` samples over all ranks decide which comes next; nothing else does."""
+
+    step: int = 0
+    consumed: int = 0
+    trained_tokens: int = 0
+    total_tokens: int = 0
+    skipped_steps: int = 0
+
+    def after(self, result: StepResult, global_batch: int) -> Counters:
+        """The counters after one more step."""
+        return Counters(
+            self.step + 1,
+            self.consumed + global_batch,
+            self.trained_tokens + result.num_trained_tokens,
+            self.total_tokens + result.num_tokens,
+            self.skipped_steps + bool(result.skipped),
+        )
+
+
+def tensors(trainee: Trainee) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, by name: weights, moments, step counts and each rank's random state."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in trainee.parameters.items():
+        found[f"model.{name}"] = parameter.detach()
+        for part in STATE_NAMES:
+            found[f"optimizer.{name}.{part}"] = trainee.optimizer.state[parameter][part]
+    found[f"rng.{trainee.world.rank}"] = torch.get_rng_state()
+    if trainee.world.device.type == "cuda":
+        found[f"rng_cuda.{trainee.world.rank}"] = torch.cuda.get_rng_state(trainee.world.device)
+    return found
+
+
+def store(folder: Path, trainee: Trainee, counters: Counters, plan: Plan) -> Path:
+    """Save a checkpoint and drop those beyond `checkpoint.keep`. Collective."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in trainee.optimizer.param_groups]
+    facts: dict[str, Any] = {
+        "counters": asdict(counters),
+        "data": {"seed": plan.job.training.seed, "consumed": counters.consumed},
+        "param_groups": groups,
+        "schedule": {"name": plan.job.optimizer.schedule},
+        "precision": plan.precision.name,
+        "layout": plan.to_json()["layout"],
+        "plan": plan.fingerprint,
+        "world_size": trainee.world.num_ranks,
+    }
+    path = save(folder, counters.step, tensors(trainee), facts)
+    prune(folder, plan.job.checkpoint.keep, good=path)
+    return path
+
+
+def restore(path: Path, trainee: Trainee) -> Counters:
+    """Fill the trainee from a checkpoint that verifies and return how far it was. Collective."""
+    found = tensors(trainee)
+    facts = load(path, found, verified=True)
+    torch.set_rng_state(found[f"rng.{trainee.world.rank}"])
+    if trainee.world.device.type == "cuda":
+        torch.cuda.set_rng_state(found[f"rng_cuda.{trainee.world.rank}"], trainee.world.device)
+    return Counters(**facts["counters"])

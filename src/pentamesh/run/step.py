@@ -1,0 +1,123 @@
+"""One optimizer step: count the trained tokens, accumulate gradients, reduce once, clip, update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from pentamesh.layout.mesh import DATA_AXES
+from pentamesh.layout.policy import Policy
+from pentamesh.layout.rhythm import norm_axes
+from pentamesh.layout.split import split
+from pentamesh.model.roles import Role
+from pentamesh.model.spec import ModelSpec
+from pentamesh.run.data.batches import Micro
+from pentamesh.run.loss import token_loss_sum
+from pentamesh.run.place import local
+from pentamesh.run.world import World
+
+__all__ = ["StepResult", "Trainee", "accumulate", "grad_norm", "take_step"]
+
+TOKEN_AXES = (*DATA_AXES, "cp")
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """What a step works on: this rank's module, its parameters by Hugging Face name, their optimizer, and what was planned for them."""
+
+    module: nn.Module
+    parameters: dict[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    model: ModelSpec
+    policy: Policy
+    world: World
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, equal on all ranks: the loss before the update, the gradient norm before clipping, tokens over the global batch."""
+
+    loss: float
+    grad_norm: float
+    num_trained_tokens: int
+    num_tokens: int
+    skipped: str = ""
+
+
+def take_step(trainee: Trainee, micros: Sequence[Micro], max_grad_norm: float | None, watch: Callable[[Trainee], None] | None = None) -> StepResult:
+    """One step over this rank's micro-batches; `watch` sees the whole gradient before it is clipped.
+
+    A batch without any trained token, or with a loss or gradient that is not finite, updates nothing.
+    """
+    world = trainee.world
+    trained, total = (int(n) for n in world.sum([sum(m.num_trained for m in micros), sum(m.num_tokens for m in micros)], TOKEN_AXES))
+    if trained == 0:
+        return StepResult(0.0, 0.0, 0, total, skipped="no trained token in the whole batch")
+    loss = accumulate(trainee, micros, trained) / trained
+    norm = grad_norm(trainee)
+    if watch is not None:
+        watch(trainee)
+    skipped = "" if math.isfinite(loss) and math.isfinite(norm) else f"loss {loss} and gradient norm {norm} are not both finite"
+    if not skipped:
+        _clip(trainee.parameters, norm, max_grad_norm)
+        trainee.optimizer.step()
+    # DDP's gradients are views of its buckets: dropped, the next accumulation would make a second copy beside them.
+    trainee.optimizer.zero_grad(set_to_none=not isinstance(trainee.module, DistributedDataParallel))
+    return StepResult(loss, norm, trained, total, skipped)
+
+
+def accumulate(trainee: Trainee, micros: Sequence[Micro], num_trained: int) -> float:
+    """Leave d(sum of losses) / `num_trained` in the gradients, summed over ranks, and return the sum of losses over the global batch."""
+    module, world = trainee.module, trainee.world
+    # DDP averages over its group; gradients here are sums, so the factor is taken out beforehand.
+    factor = world.data_degree if isinstance(module, DistributedDataParallel) else 1
+    loss_sum = 0.0
+    for index, micro in enumerate(micros):
+        with _reducing(module, trainee.policy, last=index == len(micros) - 1):
+            loss = token_loss_sum(module, micro)
+            (loss * (factor / num_trained)).backward()
+        loss_sum += float(loss.detach())
+    return world.sum([loss_sum], TOKEN_AXES)[0]
+
+
+@contextmanager
+def _reducing(module: nn.Module, policy: Policy, *, last: bool) -> Iterator[None]:
+    """Reduce gradients in this backward or keep them local, and free gathered parameters or keep them, as the policy says."""
+    reduces = last or policy.reduce == "each"
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(reduces)
+        module.set_is_last_backward(last)
+        module.set_reshard_after_backward(last or not policy.keep_gathered)
+        yield
+    elif isinstance(module, DistributedDataParallel) and not reduces:
+        with module.no_sync():
+            yield
+    else:
+        yield
+
+
+def grad_norm(trainee: Trainee) -> float:
+    """The 2-norm of the whole gradient, each logical parameter counted once; the same on every rank.
+
+    Squares are summed in float64 over the axes that cut some gradient; a tensor that such an axis does not cut is held by all its ranks and
+    weighs one share.
+    """
+    model, parameters, world = trainee.model, trainee.parameters, trainee.world
+    axes, mesh = norm_axes(model, world.layout), world.layout.mesh
+    weights = {t.name: 1.0 / mesh.degree(*(set(axes) - set(split(t, Role.GRADIENT, world.layout).axes))) for t in model.parameters}
+    grads = {name: local(p.grad) for name, p in parameters.items() if p.grad is not None}
+    norms = torch._foreach_norm(list(grads.values()), dtype=torch.float64)
+    squares = sum(weights[name] * float(norm) ** 2 for name, norm in zip(grads, norms, strict=True))
+    return math.sqrt(world.sum([float(squares)], axes)[0])
+
+
+def _clip(parameters: dict[str, torch.Tensor], norm: float, max_norm: float | None) -> None:
+    if max_norm is not None and norm > max_norm:
+        torch._foreach_mul_([local(p.grad) for p in parameters.values() if p.grad is not None], max_norm / (norm + 1e-6))

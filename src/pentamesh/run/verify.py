@@ -1,0 +1,182 @@
+"""`verify`: the same job on one process and on many, compared number by number - and its collectives with the predicted ones.
+
+A trial is a small model, a layout and a few steps on made-up samples of uneven length. In float64 the comparison leaves nothing to rounding:
+losses and every gradient agree to 1e-10 or the layout is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pentamesh.job.job import Optimizer
+from pentamesh.job.precision import PRECISIONS
+from pentamesh.layout.mesh import Layout, Mesh
+from pentamesh.layout.policy import Policy
+from pentamesh.layout.rhythm import LedgerRow, ledger, rhythm
+from pentamesh.layout.split import split
+from pentamesh.model.dims import TensorSpec
+from pentamesh.model.families import describe
+from pentamesh.model.roles import Role
+from pentamesh.model.spec import ModelSpec
+from pentamesh.run.data.batches import Batches
+from pentamesh.run.data.samples import Samples
+from pentamesh.run.initial import initial
+from pentamesh.run.ledger import Recorder
+from pentamesh.run.optim import adamw
+from pentamesh.run.place import Filler, local, parameters_of, place
+from pentamesh.run.step import Trainee, take_step
+from pentamesh.run.world import World, join
+from pentamesh.run.worlds import run_world
+
+__all__ = ["Outcome", "Trial", "compare", "outcome", "predicted_ledger", "toy_samples"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A small job: a config.json's worth of model, a layout, a policy and how many steps of which global batch."""
+
+    config: dict[str, Any]
+    layout: Layout = field(default_factory=Layout)
+    policy: Policy = field(default_factory=Policy)
+    precision: str = "fp64"
+    num_steps: int = 3
+    global_batch: int = 8
+    longest: int = 24
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5))
+    seed: int = 7
+
+    @property
+    def model(self) -> ModelSpec:
+        spec = describe(self.config, "toy")
+        if spec is None:
+            raise ValueError(f"no family describes {self.config.get('model_type')}")
+        return spec
+
+    def alone(self) -> Trial:
+        """The same job on one process, with the whole batch accumulated there."""
+        grad_accum = self.global_batch // self.policy.micro_batch
+        policy = replace(self.policy, grad_accum=grad_accum)
+        return replace(self, layout=Layout(Mesh()), policy=policy)
+
+
+@dataclass
+class Outcome:
+    """What a trial produced on one rank: per step the loss, norm and gradients; the final parameters; the last step's ledger; placements checked."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, np.ndarray]] = field(default_factory=list)
+    parameters: dict[str, np.ndarray] = field(default_factory=dict)
+    ledger: list[LedgerRow] = field(default_factory=list)
+    num_tensors_checked: int = 0
+    split_errors: list[str] = field(default_factory=list)
+
+
+def toy_samples(seed: int, num_samples: int, vocab: int, longest: int) -> Samples:
+    """`num_samples` samples of 2 to `longest` tokens below `vocab`, whose tokens are trained with a probability of each sample's own."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(2, longest + 1, num_samples)
+    offsets = np.cumsum(lengths) - lengths
+    tokens = draw.integers(0, vocab, lengths.sum()).astype(np.int32)
+    trained = draw.random(lengths.sum()) < np.repeat(draw.random(num_samples), lengths)
+    return Samples(tokens, trained, np.stack([offsets, lengths], axis=1), int((lengths - 1).sum()), int(trained.sum()), pad_id=0)
+
+
+def outcome(trial: Trial) -> Outcome:
+    """Run a trial on this process's world, and return what came out; gradients and parameters are whole, on rank 0 only."""
+    world = join(trial.layout, "cpu")
+    model, found = trial.model, Outcome()
+    trainee = _trainee(trial, model, world)
+    _check_splits(trainee, found, trial)
+    samples = toy_samples(trial.seed, trial.global_batch * trial.num_steps, model.vocab, trial.longest)
+    batches = Batches(samples, trial.seed, trial.global_batch, trial.policy.micro_batch, world.data_rank, world.data_degree)
+    for step in range(trial.num_steps):
+        micros = batches.step(step * trial.global_batch)
+        with Recorder(world) as recorder:
+            result = take_step(trainee, micros, trial.optimizer.max_grad_norm, watch=lambda t: _keep_gradients(t, found))
+        found.losses.append(result.loss)
+        found.norms.append(result.grad_norm)
+        found.ledger = recorder.rows()
+    found.parameters = {name: _whole(p, world) for name, p in trainee.parameters.items()}
+    return found
+
+
+def predicted_ledger(trial: Trial) -> list[LedgerRow]:
+    """What `layout.rhythm` says a steady step of this trial moves."""
+    return ledger(rhythm(trial.model, trial.layout, trial.policy, PRECISIONS[trial.precision], trial.longest))
+
+
+def compare(trial: Trial) -> dict[str, float]:
+    """Worst relative errors of a trial on its own number of processes against one: `loss`, `norm`, `gradient`, `parameter`."""
+    many = run_world(outcome, trial.layout.mesh.num_ranks, trial)[0]
+    alone = run_world(outcome, 1, trial.alone())[0]
+    return errors(many, alone)
+
+
+def errors(many: Outcome, alone: Outcome) -> dict[str, float]:
+    """Relative errors between two outcomes; a tensor's is the norm of the difference over the norm of the reference."""
+    gradients = [_relative(m[name], a[name]) for m, a in zip(many.gradients, alone.gradients, strict=True) for name in a]
+    return {
+        "loss": max(abs(m - a) / abs(a) for m, a in zip(many.losses, alone.losses, strict=True)),
+        "norm": max(abs(m - a) / abs(a) for m, a in zip(many.norms, alone.norms, strict=True)),
+        "first_gradient": max(_relative(many.gradients[0][name], alone.gradients[0][name]) for name in alone.gradients[0]),
+        "gradient": max(gradients),
+        "parameter": max(_relative(many.parameters[name], alone.parameters[name]) for name in alone.parameters),
+    }
+
+
+def _relative(found: np.ndarray, reference: np.ndarray) -> float:
+    scale = float(np.linalg.norm(reference))
+    return float(np.linalg.norm(found - reference)) / (scale or 1.0)
+
+
+def _trainee(trial: Trial, model: ModelSpec, world: World) -> Trainee:
+    precision = PRECISIONS[trial.precision]
+    module = place(model, trial.layout, trial.policy, precision, world, drawn(trial.seed, world))
+    parameters = parameters_of(module)
+    return Trainee(module, parameters, adamw(parameters, model, trial.optimizer, precision), model, trial.policy, world)
+
+
+def drawn(seed: int, world: World, std: float = 0.02) -> Filler:
+    """A filler that draws initial weights, the same whatever the layout."""
+    return lambda tensor, held, rank, dtype: initial(tensor, held, rank, seed=seed, std=std, dtype=dtype, device=world.device)
+
+
+def _check_splits(trainee: Trainee, found: Outcome, trial: Trial) -> None:
+    """Compare shape and content of what each DTensor really holds with the boxes of `split`."""
+    for tensor in trainee.model.parameters:
+        held = split(tensor, Role.WEIGHT, trainee.world.layout)
+        mine = local(trainee.parameters[tensor.name]).detach()
+        if tuple(mine.shape) != held.local_shape(trainee.world.rank) or not torch.equal(mine, _by_boxes(tensor, held, trial, trainee, mine)):
+            found.split_errors.append(f"rank {trainee.world.rank}: {held}")
+        found.num_tensors_checked += 1
+
+
+def _by_boxes(tensor: TensorSpec, held: Any, trial: Trial, trainee: Trainee, mine: torch.Tensor) -> torch.Tensor:
+    """This rank's content cut out of the whole tensor by boxes alone; the whole comes from DTensor where it is one."""
+    parameter = trainee.parameters[tensor.name]
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+    cut = torch.empty_like(mine)
+    for box in held.boxes(trainee.world.rank):
+        source = tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
+        target = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
+        cut[target] = whole[source]
+    return cut
+
+
+def _keep_gradients(trainee: Trainee, found: Outcome) -> None:
+    whole = {name: _whole(p.grad, trainee.world) for name, p in trainee.parameters.items() if p.grad is not None}
+    found.gradients.append(whole)
+
+
+def _whole(tensor: torch.Tensor, world: World) -> np.ndarray:
+    """The whole tensor as numpy on rank 0, an empty one elsewhere. Not part of the step: its collectives are not recorded."""
+    with _disable_current_modes():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().double().cpu().numpy().copy() if world.is_first else np.empty(0)

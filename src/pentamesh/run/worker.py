@@ -1,0 +1,78 @@
+"""One rank of a run: `python -m pentamesh.run.worker RUN_FOLDER [--resume] [--stop-at N]`, started by torchrun or by `pentamesh train`.
+
+Whatever happens is written to the run folder's outcome.json, since torchrun itself always ends with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+# torch's profiler, which measures the peak on CPU, announces itself on stderr otherwise.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+from pentamesh.checkpoint.together import first
+from pentamesh.errors import PentameshError
+from pentamesh.plan.plan import Plan
+from pentamesh.run.folder import RunFolder
+from pentamesh.run.loop import Options, run
+from pentamesh.run.world import connect, join, leave
+
+__all__ = ["LAUNCHED", "main", "work"]
+
+# Set by `pentamesh train`: the launcher prints the outcome once, so ranks keep quiet about theirs.
+LAUNCHED = "PENTAMESH_LAUNCHED"
+
+
+def work(prepare: Callable[[], RunFolder], options: Options) -> int:
+    """Run this rank to its end and return its exit code. `prepare` makes the run folder with its plan, on rank 0; others wait for it."""
+    folder: RunFolder | None = None
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        connect()
+        folder = first("planning", prepare)
+        plan = Plan.read(folder.plan)
+        world = join(plan.layout)
+        outcome = run(plan, folder, world, options)
+        world.barrier()
+        if world.is_first:
+            folder.record_outcome(outcome, 0, plan=plan.fingerprint)
+        leave()
+    except Exception as error:
+        _report(folder, rank, error)
+        return error.exit_code if isinstance(error, PentameshError) else 5
+    return 0
+
+
+def _report(folder: RunFolder | None, rank: int, error: Exception) -> None:
+    """Record the failure; keep the traceback of what nobody expected in the run folder, out of the user's sight."""
+    expected = isinstance(error, PentameshError)
+    if folder is not None and folder.path.is_dir():
+        if not expected:
+            (folder.path / f"traceback-rank-{rank}.txt").write_text("".join(traceback.format_exception(error)))
+        folder.record_failure(rank, error)
+    if LAUNCHED not in os.environ and (expected is False or rank == 0):
+        text = str(error) if expected else f"error: rank {rank}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def main() -> int:
+    """Entry point of a rank whose run folder exists already."""
+    parser = argparse.ArgumentParser(prog="python -m pentamesh.run.worker", description="One rank of a run whose plan is in RUN_FOLDER.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--stop-at", type=int)
+    given = parser.parse_args()
+    return work(lambda: RunFolder(given.folder), Options(given.resume, given.stop_at))
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A rank that failed must not wait for peers while it shuts down.
+    os._exit(code)

@@ -1,0 +1,149 @@
+"""World: this process among all ranks - its device, its place on the mesh, and the group of any set of axes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pentamesh.errors import InputError
+from pentamesh.layout.mesh import AXES, DATA_AXES, Layout
+
+__all__ = ["World", "connect", "join", "leave"]
+
+
+@dataclass
+class World:
+    """One rank of a running job. Groups are made on first use, by all ranks in the same order.
+
+    `phase` is `step` while the loop exchanges its own numbers, else `forward`; the ledger reads it.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    phase: str = "forward"
+    _groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.layout.mesh.num_ranks
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Position among the ranks that read different samples."""
+        return self.layout.mesh.coord(self.rank, DATA_AXES)
+
+    @property
+    def data_degree(self) -> int:
+        return self.layout.mesh.degree(*DATA_AXES)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """torch's view of the same mesh, with our axis names."""
+        degrees = tuple(self.layout.mesh.degree(axis) for axis in AXES)
+        return init_device_mesh(self.device.type, degrees, mesh_dim_names=AXES)
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """The process group of this rank along `axes`. Collective: every rank asks for the same axes in the same order."""
+        if axes not in self._groups:
+            mine = self.layout.mesh.peers(self.rank, axes)
+            if len(mine) == self.num_ranks:
+                self._groups[axes] = dist.distributed_c10d._get_default_group()
+            else:
+                made = {ranks: dist.new_group(list(ranks)) for ranks in self.layout.mesh.groups(axes)}
+                self._groups[axes] = made[mine]  # pyright: ignore[reportArgumentType]
+        return self._groups[axes]
+
+    def axes_of(self, group: dist.ProcessGroup) -> tuple[str, ...]:
+        """The axes that a process group runs along: those on which its ranks differ."""
+        coords = [self.layout.mesh.coords(rank) for rank in dist.get_process_group_ranks(group)]
+        return tuple(axis for axis in AXES if len({c[axis] for c in coords}) > 1)
+
+    def sum(self, values: list[int] | list[float], axes: tuple[str, ...]) -> list[float]:
+        """`values` summed over `axes`: one all-reduce of int64 or float64, or none where the axes hold one rank."""
+        axes = tuple(axis for axis in axes if self.layout.mesh.degree(axis) > 1)
+        if not axes:
+            return [float(value) for value in values]
+        whole = all(isinstance(value, int) for value in values)
+        tensor = torch.tensor(values, dtype=torch.int64 if whole else torch.float64, device=self.device)
+        group = self.group(axes)
+        with self.bookkeeping():
+            dist.all_reduce(tensor, group=group)
+        return [float(value) for value in tensor.tolist()]
+
+    def max(self, values: list[int]) -> list[int]:
+        """The largest of each value over all ranks."""
+        if self.num_ranks == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    @contextmanager
+    def bookkeeping(self) -> Iterator[None]:
+        """Mark the collectives inside as the step's own, not a forward pass's."""
+        self.phase = "step"
+        try:
+            yield
+        finally:
+            self.phase = "forward"
+
+    def barrier(self) -> None:
+        """Return once every rank has come here."""
+        if self.num_ranks > 1:
+            dist.barrier()
+
+
+def connect(timeout_s: float = 1800) -> None:
+    """Make the process group that torchrun's environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); one process needs no network."""
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if _environment("WORLD_SIZE", 1) == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def join(layout: Layout, device_type: str | None = None) -> World:
+    """Take this process's place in the job's world. Raises InputError when the number of processes is not the layout's."""
+    rank, size = _environment("RANK", 0), _environment("WORLD_SIZE", 1)
+    if size != layout.mesh.num_ranks:
+        raise InputError(
+            f"{size} processes were started for a layout of {layout.mesh.num_ranks} ranks ({layout.mesh})",
+            where="torchrun --nproc-per-node x --nnodes",
+            hint=f"start {layout.mesh.num_ranks} processes, or plan the job for {size}",
+        )
+    connect()
+    return World(layout, rank, _device(device_type or ("cuda" if torch.cuda.is_available() else "cpu")))
+
+
+def leave() -> None:
+    """Take the process groups down."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(kind: str) -> torch.device:
+    if kind != "cuda":
+        return torch.device(kind)
+    device = torch.device("cuda", _environment("LOCAL_RANK", 0))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _environment(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))

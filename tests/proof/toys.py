@@ -1,0 +1,52 @@
+"""Toy models and layouts that the proofs share: small, odd in every size that may go wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pentamesh.layout.mesh import Layout, Mesh
+from pentamesh.layout.policy import Policy
+from pentamesh.run.verify import Trial
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 301,  # prime to 2 and 4: every cut of the embedding is uneven
+    "hidden_size": 48,
+    "intermediate_size": 90,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "initializer_range": 0.05,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+UNTIED = LLAMA | {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}
+QWEN2 = LLAMA | {"model_type": "qwen2", "hidden_act": "silu"}
+QWEN3 = UNTIED | {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False}
+# Seven rows in `k_proj`-like tensors over four ranks leave the last one empty.
+TINY_ROWS = LLAMA | {"hidden_size": 5, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 7, "vocab_size": 13}
+
+TOYS = {"llama": LLAMA, "llama-untied": UNTIED, "qwen2": QWEN2, "qwen3": QWEN3, "tiny-rows": TINY_ROWS}
+
+
+def layout(strategy: str, num_ranks: int) -> Layout:
+    """`ddp` or `full_shard` over `num_ranks` data ranks, `hybrid_shard` as two copies."""
+    meshes = {
+        "ddp": Layout(Mesh(dp_replicate=num_ranks), "none"),
+        "full_shard": Layout(Mesh(dp_shard=num_ranks), "parameters"),
+        "hybrid_shard": Layout(Mesh(dp_replicate=2, dp_shard=max(1, num_ranks // 2)), "parameters"),
+    }
+    return meshes[strategy]
+
+
+def trial(toy: str, strategy: str, num_ranks: int, grad_accum: int, **policy: Any) -> Trial:
+    """A trial of `toy`: two sequences a micro-batch on every rank."""
+    micro_batch = 2
+    chosen = replace(Policy(micro_batch, grad_accum), **policy)
+    return Trial(TOYS[toy], layout(strategy, num_ranks), chosen, global_batch=micro_batch * grad_accum * num_ranks)
