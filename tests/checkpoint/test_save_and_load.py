@@ -426,7 +426,7 @@ def test_a_removal_cut_short_leaves_nothing_published(tmp_path: Path, monkeypatc
 def test_room_is_checked_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.check_room(tmp_path / "new" / "folder", 10)
     assert list((tmp_path / "new" / "folder").iterdir()) == []
-    with pytest.raises(InputError, match="not enough disk: .*PB are needed"):
+    with pytest.raises(InputError, match=r"not enough disk: .*PB are needed"):
         disk.check_room(tmp_path, 10**18)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="the folder cannot be written: Not a directory"):

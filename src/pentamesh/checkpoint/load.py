@@ -14,13 +14,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, HuggingFaceStorageReader
 
 from pentamesh.checkpoint.headers import dtype_name
-from pentamesh.checkpoint.keep import agreed, newest
 from pentamesh.checkpoint.manifest import PER_RANK, Manifest, TensorFacts, verify
 from pentamesh.checkpoint.save import said
 from pentamesh.checkpoint.together import Group, place_in, together
 from pentamesh.errors import InputError, Problem, RunFailed
 
-__all__ = ["agreed", "load", "newest"]
+__all__ = ["load"]
 
 
 def load(checkpoint: Path, tensors: dict[str, torch.Tensor], *, verified: bool = False, group: Group = None) -> dict[str, Any]:

@@ -17,14 +17,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
-from pentamesh.checkpoint.disk import check_room, discard, publish, sync_file, write_text
+from pentamesh.checkpoint.disk import discard, publish, sync_file, write_text
 from pentamesh.checkpoint.headers import dtype_name
-from pentamesh.checkpoint.keep import name_of, point, prune
+from pentamesh.checkpoint.keep import name_of, point
 from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, file_facts
 from pentamesh.checkpoint.together import Group, first, place_in, together
 from pentamesh.errors import Problem, RunFailed
 
-__all__ = ["FILE_BYTES", "check_room", "prune", "save"]
+__all__ = ["FILE_BYTES", "said", "save"]
 
 # torch's writer holds one file's tensors and their serialised bytes at a time, so this bounds the extra host memory of a save.
 FILE_BYTES = 1_000_000_000

@@ -56,7 +56,7 @@ class Weights:
         for file, expected in (_indexed(index, problems) if index.exists() else {SINGLE: set[str]()}).items():
             path = folder / file
             try:
-                entries = read_header(_checked(path, folder)).entries
+                entries = read_header(_checked(folder, file)).entries
             except InputError as error:
                 problems += error.problems
                 continue
@@ -150,7 +150,7 @@ def _slices(offset: tuple[int, ...], box: Box) -> tuple[slice, ...]:
 def _indexed(index: Path, problems: list[Problem]) -> dict[str, set[str]]:
     """The names that an index expects in each file."""
     try:
-        places = json.loads(_checked(index, index.parent).read_text())["weight_map"]
+        places = json.loads(_checked(index.parent, index.name).read_text())["weight_map"]
         files: dict[str, set[str]] = {}
         for name, file in places.items():
             files.setdefault(file, set()).add(name)
@@ -160,9 +160,9 @@ def _indexed(index: Path, problems: list[Problem]) -> dict[str, set[str]]:
         return {}
 
 
-def _checked(path: Path, folder: Path) -> Path:
-    """`path`, which is a plain file that stays in the folder. Raises InputError otherwise."""
-    name = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
+def _checked(folder: Path, name: str) -> Path:
+    """The file of that name, which stays in the folder. Raises InputError otherwise."""
+    path = folder / name
     if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or not inside(path, folder):
         raise InputError(f"{name} leads out of the folder", where=str(folder), hint="put the file itself into the folder")
     if not path.is_file():

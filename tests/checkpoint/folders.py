@@ -1,0 +1,39 @@
+"""Toy Hugging Face folders, made with transformers' own saver."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pentamesh.model.families import describe
+from pentamesh.model.spec import ModelSpec
+
+
+def toy(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB") -> LlamaForCausalLM:
+    """A two-layer Llama with sizes that nothing divides, saved to `folder`."""
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config).to(dtype=dtype)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def spec(folder: Path, **changes: Any) -> ModelSpec:
+    """The spec of a folder's config."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    described = describe(config, "toy")
+    assert described is not None
+    return described
