@@ -14,7 +14,7 @@ import pytest
 
 import pentamesh
 
-HEAVY = {"torch", "transformers", "numpy", "datasets", "safetensors", "huggingface_hub"}
+HEAVY = {"torch", "transformers", "numpy", "datasets", "safetensors", "huggingface_hub", "accelerate"}
 PLAN_WORLD = [
     "pentamesh.errors",
     "pentamesh.units",
