@@ -106,7 +106,7 @@ def _message_faults(message: Any, field: str, where: str) -> list[Problem]:
     if "role" not in message:
         other = "the sharegpt form comes later: turn `from` and `value` into `role` and `content`"
         return [Problem(f"`{field}` has no `role`", where, other if "from" in message else f"roles: {', '.join(ROLES)}")]
-    found = [Problem(f"`{field}.{key}`: {name} come later", where) for key, name in UNHEARD.items() if message.get(key) not in (None, [])]
+    found = [Problem(f"`{field}.{key}`: {name} come later", where) for key, name in UNHEARD.items() if message.get(key) not in (None, [], 1)]
     if message["role"] not in ROLES:
         found.append(_role_fault(message["role"], field, where))
     if fault := _content_fault(message, field):
