@@ -49,7 +49,8 @@ def _batch(job: Job) -> Iterator[Conflict]:
         ranks = f" x data = {data}" if data > 1 else ""
         near = max(share, batch.global_batch // share * share)
         what = f"global_batch = {batch.global_batch} is not a multiple of micro_batch = {batch.micro_batch}{ranks}"
-        yield Conflict(("batch.global_batch", "batch.micro_batch", "layout.data"), what, f"use global_batch = {near} or {near + share}")
+        keys = ("batch.global_batch", "batch.micro_batch", *(["layout.data"] if data > 1 else []))
+        yield Conflict(keys, what, f"use global_batch = {near} or {near + share}")
 
 
 def _optimizer(job: Job) -> Iterator[Conflict]:

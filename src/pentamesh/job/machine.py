@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,14 +62,14 @@ def gloo_link() -> Link:
     return Link("gloo loopback", 1.7e9, 75e-6, "measured: all-reduce over 2 processes on one x86-64 machine - an order of magnitude", measured=True)
 
 
-def this_machines_gpus(run: Callable[[list[str]], str] | None = None) -> tuple[list[Device], tuple[str, ...]]:
+def this_machines_gpus() -> tuple[list[Device], tuple[str, ...]]:
     """The visible GPUs of this machine and what to say about them; none where there is no `nvidia-smi`.
 
-    `run` runs a command and returns what it printed. Raises InputError where the driver does not answer, or a GPU is not in the catalogue.
+    Raises InputError where the driver does not answer, or a GPU is not in the catalogue.
     """
-    if run is None and shutil.which("nvidia-smi") is None:
+    if shutil.which("nvidia-smi") is None:
         return [], ()
-    listed = (run or _run)(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
+    listed = _run(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
     rows = _visible([line.rsplit(",", 1) for line in listed.splitlines() if line.strip()])
     found = [(find_gpu(name.strip()), memory.strip()) for name, memory in rows]
     devices = [_reported(device, memory) for (device, _), memory in found]

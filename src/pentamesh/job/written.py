@@ -31,14 +31,15 @@ class Written:
     sources: dict[KeyPath, str] = field(default_factory=dict)
 
     def at(self, path: Sequence[str]) -> str:
-        """Where `path` was written (`job.yaml:14 layout.tensor`); the nearest key above it when it was not."""
+        """Where `path` was written (`job.yaml:14 layout.tensor`); the nearest key above it, or below, when it was not."""
         for length in range(len(path), 0, -1):
             prefix = tuple(path[:length])
             if prefix in self.sources:
                 return self.sources[prefix]
             if prefix in self.lines:
                 return f"{self.name}:{self.lines[prefix]} {'.'.join(path)}"
-        return " ".join(filter(None, (self.name, ".".join(path))))
+        below = (source for key, source in self.sources.items() if key[: len(path)] == tuple(path))
+        return next(below, f"{self.name} {'.'.join(path)}") if path else self.name
 
 
 class _Loader(yaml.SafeLoader):
