@@ -17,6 +17,7 @@ MAX_CONFIG_BYTES = 4 * 2**20
 # The deepest published decoder has 126 layers; each costs a dozen tensors here, so that a slip of the keyboard should not exhaust memory.
 MAX_LAYERS = 10_000
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
 # What a missing key means to transformers 5 where that is not "as many as the query heads". Source: configuration_{mistral,qwen2,qwen3}.py.
 DEFAULTS: dict[str, dict[str, int]] = {
     "mistral": {"num_key_value_heads": 8},
@@ -92,7 +93,7 @@ def check(config: Mapping[str, Any], where: str) -> None:
 
 def _faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         said = "there is no model_type" if model_type is None else f"model_type = {model_type!r} is of no described family"
         yield "model_type", said, f"described are {', '.join(FAMILIES)}; other architectures come later, on the data axes"
         return
@@ -107,6 +108,9 @@ def _faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         if value is None or not _is_count(value):
             bad.add(key)
             yield key, f"{key} is missing" if value is None else f"{key} = {value!r} is not a whole number above 0", "fetch the config.json again"
+    for key in FLAGS:
+        if not isinstance(config.get(key), bool | None):
+            yield key, f"{key} = {config[key]!r} is neither true nor false", "fetch the config.json again"
     if not bad:
         yield from _inconsistent({**optional, **sizes})
 

@@ -1,0 +1,154 @@
+"""Names, shapes, ties and order of parameters are those of transformers' modules, model by model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from pentamesh.model.catalogue import Entry, entries
+from pentamesh.model.config import DEFAULTS, canonical, check
+from pentamesh.model.families import FAMILIES, describe
+from pentamesh.model.read import read_model
+from pentamesh.model.spec import ModelSpec
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "pad_token_id": None,
+}
+# Heads that do not fill the hidden size, one key head for all, sizes without a common divisor, biases, ties.
+ODD = SMALL | {"hidden_size": 35, "intermediate_size": 51, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6, "num_hidden_layers": 3}
+TOYS = {
+    "llama": SMALL | {"model_type": "llama"},
+    "llama tied, biases": ODD | {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "llama, as many key heads": {k: v for k, v in SMALL.items() if k != "num_key_value_heads"} | {"model_type": "llama"},
+    "mistral": SMALL | {"model_type": "mistral", "head_dim": 8, "sliding_window": 16},
+    "mistral tied": ODD | {"model_type": "mistral", "tie_word_embeddings": True, "sliding_window": None},
+    "mistral, key heads not given": {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
+    | {"model_type": "mistral", "num_attention_heads": 8, "hidden_size": 32},
+    "qwen2": SMALL | {"model_type": "qwen2"},
+    "qwen2 tied, uneven": ODD | {"model_type": "qwen2", "hidden_size": 30, "head_dim": 6, "tie_word_embeddings": True},
+    "qwen3": SMALL | {"model_type": "qwen3", "head_dim": 10},
+    "qwen3 tied, biases": ODD | {"model_type": "qwen3", "tie_word_embeddings": True, "attention_bias": True},
+    "qwen3, head size not given": SMALL | {"model_type": "qwen3"},
+}
+
+
+def on_meta(config: PretrainedConfig) -> torch.nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def shapes(model: torch.nn.Module, *, tied_too: bool) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=not tied_too)}
+
+
+def agrees(spec: ModelSpec, model: torch.nn.Module) -> int:
+    """The number of tensors of `spec`, which are exactly those of `model`."""
+    assert {t.name: t.shape for t in spec.tensors} == shapes(model, tied_too=True)
+    assert {t.name: t.shape for t in spec.parameters} == shapes(model, tied_too=False)
+    assert spec.num_parameters == sum(p.numel() for p in model.parameters())
+    return len(spec.tensors)
+
+
+def hf_config(config: dict[str, Any]) -> PretrainedConfig:
+    return AutoConfig.for_model(**config)
+
+
+@pytest.mark.parametrize("toy", TOYS)
+def test_a_toy_is_described_tensor_by_tensor(toy: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TOYS[toy]))
+    spec = read_model(str(tmp_path))
+    agrees(spec, on_meta(hf_config(TOYS[toy])))
+    assert spec.tied is bool(TOYS[toy].get("tie_word_embeddings"))
+
+
+@pytest.mark.parametrize("toy", TOYS)
+def test_one_spelling_builds_the_same_model(toy: str) -> None:
+    written, ours = hf_config(TOYS[toy]), hf_config(canonical(TOYS[toy]))
+    assert written.to_dict() == ours.to_dict()
+
+
+@pytest.mark.parametrize("toy", ["llama tied, biases", "mistral", "qwen2 tied, uneven", "qwen3"])
+def test_tensors_are_listed_as_a_forward_pass_meets_them(toy: str) -> None:
+    spec = describe(canonical(TOYS[toy]), toy)
+    model = AutoModelForCausalLM.from_config(hf_config(TOYS[toy]))
+    met: list[str] = []
+    for path, module in model.named_modules():
+        own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+        if own:
+            module.register_forward_pre_hook(lambda *_, own=own: met.extend(own))
+    model(torch.tensor([[1, 2, 3]]))
+    assert spec is not None
+    assert [t.name for t in spec.tensors] == met
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_a_missing_key_means(model_type: str) -> None:
+    config = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"} | {"model_type": model_type, "num_attention_heads": 32, "hidden_size": 64}
+    theirs, ours = hf_config(config), describe(canonical(config), model_type)
+    assert ours is not None
+    assert (ours.num_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, theirs.head_dim if hasattr(theirs, "head_dim") else 2)
+    assert set(DEFAULTS) <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_both_spellings_as_transformers_writes_and_reads_them(model_type: str, tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    published = SMALL | {"model_type": model_type, "head_dim": 6, "rope_theta": 5e5, "rope_scaling": rope, "torch_dtype": "bfloat16"}
+    (tmp_path / "published.json").write_text(json.dumps(published))
+    hf_config(published).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_parameters" in saved, "transformers 5 spells it anew"
+    assert "rope_theta" not in saved
+    old, new = read_model(str(tmp_path / "published.json")), read_model(str(tmp_path))
+    assert old.tensors == new.tensors
+    for key in ("rope_parameters", "dtype"):
+        assert old.config[key] == new.config[key]
+    assert old.config["rope_parameters"] == {"rope_theta": 5e5, **rope}
+
+
+def test_every_catalogue_model_is_the_one_transformers_builds() -> None:
+    compared = 0
+    for entry in entries():
+        spec, model = read_model(entry.id), on_meta(hf_config(entry.config))
+        compared += agrees(spec, model)
+        assert spec.num_parameters == entry.num_parameters, entry.id
+    print(f"{len(entries())} catalogue models, {compared} tensors: names and shapes equal to transformers' on the meta device")
+    assert compared > 10_000
+
+
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.id)
+def test_catalogue_configs_are_in_one_spelling(entry: Entry) -> None:
+    check(entry.config, entry.id)
+    assert canonical(entry.config) == entry.config
+
+
+def test_toy_of_the_shared_folder(shared: Path) -> None:
+    spec = read_model(str(shared / "data" / "models" / "tiny-llama-0.9m"))
+    assert spec.num_parameters == 918_656
+
+
+def test_published_and_rebuilt_configs(shared: Path) -> None:
+    import csv
+
+    facts = {row["model_id"]: row for row in csv.DictReader((shared / "data" / "model_facts.csv").open())}
+    compared = 0
+    for path in sorted((shared / "data" / "model_configs").glob("*/*.json")):
+        row = facts[path.stem.replace("--", "/", 1)]
+        if row["hf_model_type"] in FAMILIES:
+            assert read_model(str(path)).num_parameters == int(row["params_total"]), path.name
+            compared += 1
+    assert compared == len(entries())

@@ -1,0 +1,275 @@
+"""A model is found where its name says, and what is wrong with its config.json is said whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pentamesh.errors import InputError
+from pentamesh.model.catalogue import entries, find
+from pentamesh.model.read import cached_config, read_model
+
+GOOD: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty Hugging Face cache, wherever the one of this machine is."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
+def folder(at: Path, config: Any = None) -> Path:
+    at.mkdir(parents=True, exist_ok=True)
+    (at / "config.json").write_text(config if isinstance(config, str) else json.dumps(config or GOOD))
+    return at
+
+
+def in_cache(tmp_path: Path, hub_id: str, commit: str, config: dict[str, Any], ref: str = "main") -> Path:
+    """A snapshot as huggingface_hub lays it out: a link into blobs, and a ref."""
+    repository = tmp_path / "hf" / "hub" / f"models--{hub_id.replace('/', '--')}"
+    for part in ("blobs", "refs", f"snapshots/{commit}"):
+        (repository / part).mkdir(parents=True, exist_ok=True)
+    (repository / "blobs" / f"blob{commit}").write_text(json.dumps(config))
+    (repository / "snapshots" / commit / "config.json").symlink_to(f"../../blobs/blob{commit}")
+    if ref:
+        (repository / "refs" / ref).write_text(commit)
+    return repository / "snapshots" / commit
+
+
+def refused(name: str, base: Path | None = None, **kwargs: Any) -> list[tuple[str, str, str]]:
+    with pytest.raises(InputError) as caught:
+        read_model(name, base, **kwargs)
+    return [(p.what, p.where, p.hint) for p in caught.value.problems]
+
+
+def test_a_folder_and_its_config(tmp_path: Path) -> None:
+    folder(tmp_path / "toy")
+    by_folder, by_file, by_name = read_model(str(tmp_path / "toy")), read_model(str(tmp_path / "toy" / "config.json")), read_model("toy", tmp_path)
+    assert by_folder.tensors == by_file.tensors == by_name.tensors
+    assert by_name.name == "toy"
+    assert by_folder.config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def test_a_folder_comes_before_the_catalogue(tmp_path: Path) -> None:
+    folder(tmp_path / "meta-llama" / "Llama-3.1-8B")
+    assert read_model("meta-llama/Llama-3.1-8B", tmp_path).hidden == 24
+
+
+@pytest.mark.parametrize(
+    ("name", "resolved", "num_parameters"),
+    [
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B", 8_030_261_248),
+        ("llama-3.1-8b", "meta-llama/Llama-3.1-8B", 8_030_261_248),
+        ("META-LLAMA/LLAMA-3.1-70B", "meta-llama/Llama-3.1-70B", 70_553_706_496),
+        ("llama-3.1-405b", "meta-llama/Llama-3.1-405B", 405_853_388_800),
+        ("llama-3-8b", "meta-llama/Meta-Llama-3-8B", 8_030_261_248),
+        ("llama-2-7b", "meta-llama/Llama-2-7b-hf", 6_738_415_616),
+        ("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008),
+        ("qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B", 1_543_714_304),
+    ],
+)
+def test_catalogue_names(name: str, resolved: str, num_parameters: int) -> None:
+    spec = read_model(name)
+    assert (spec.name, spec.num_parameters) == (resolved, num_parameters)
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.3-70B", "llama-3.3-70b"])
+def test_a_name_that_nobody_published_is_resolved_aloud(name: str) -> None:
+    spec = read_model(name)
+    assert spec.name == "meta-llama/Llama-3.3-70B-Instruct"
+    assert spec.notes == ("meta-llama/Llama-3.3-70B is not published: meta-llama/Llama-3.3-70B-Instruct is meant",)
+    assert read_model("meta-llama/Llama-3.3-70B-Instruct").notes == ()
+
+
+def test_every_catalogue_name_is_its_own() -> None:
+    for entry in entries():
+        for name in (entry.id, *entry.variants, *entry.unpublished):
+            found, short = find(name), find(name.rpartition("/")[2])
+            assert found is not None
+            assert found.entry is entry
+            assert short == found
+        assert entry.source
+        assert entry.licence
+
+
+def test_catalogue_is_the_table_of_facts(shared: Path) -> None:
+    import csv
+
+    families = {entry.config["model_type"] for entry in entries()}
+    with (shared / "data" / "model_facts.csv").open() as file:
+        facts = {row["model_id"]: row for row in csv.DictReader(file) if row["hf_model_type"] in families}
+    assert {entry.id: entry.num_parameters for entry in entries()} == {name: int(row["params_total"]) for name, row in facts.items()}
+    assert {entry.id: read_model(entry.id).num_parameters for entry in entries()} == {name: int(row["params_total"]) for name, row in facts.items()}
+    assert {entry.id: entry.licence for entry in entries()} == {name: row["licence"] for name, row in facts.items()}
+
+
+def test_the_hubs_cache_is_read_as_files(tmp_path: Path) -> None:
+    in_cache(tmp_path, "someone/toy", "aaa", GOOD)
+    in_cache(tmp_path, "someone/toy", "bbb", GOOD | {"num_hidden_layers": 3}, ref="branch")
+    assert read_model("someone/toy").num_layers == 2
+    assert read_model("someone/toy", revision="branch").num_layers == 3
+    assert read_model("someone/toy", revision="bbb").num_layers == 3
+    assert "HF_HUB_OFFLINE" in refused("someone/toy", revision="ccc")[0][0]
+
+
+def test_a_snapshot_given_as_a_folder_may_link_to_its_blobs(tmp_path: Path) -> None:
+    assert read_model(str(in_cache(tmp_path, "someone/toy", "aaa", GOOD))).hidden == 24
+
+
+def test_without_a_main_the_newest_snapshot_counts(tmp_path: Path) -> None:
+    old = in_cache(tmp_path, "someone/toy", "bbb", GOOD, ref="")
+    new = in_cache(tmp_path, "someone/toy", "aaa", GOOD | {"num_hidden_layers": 3}, ref="")
+    os.utime(old, (1, 1))
+    os.utime(new, (2, 2))
+    assert read_model("someone/toy").num_layers == 3
+
+
+def test_a_cached_copy_comes_before_the_catalogue(tmp_path: Path) -> None:
+    in_cache(tmp_path, "meta-llama/Llama-3.1-8B", "aaa", GOOD | {"bos_token_id": 7})
+    spec = read_model("llama-3.1-8b")
+    assert (spec.name, spec.config["bos_token_id"]) == ("meta-llama/Llama-3.1-8B", 7)
+
+
+def test_the_catalogue_says_that_it_has_one_revision() -> None:
+    assert "revision abc was not looked at" in read_model("llama-3.1-8b", revision="abc").notes[0]
+
+
+@pytest.mark.parametrize("name", ["../../etc", "..", "models--x/../.."])
+def test_names_do_not_leave_the_cache(name: str) -> None:
+    assert cached_config(name) is None
+    assert cached_config("someone/toy", "../../..") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "hint"),
+    [
+        ("lama-3.1-8b", "the model lama-3.1-8b is not on this machine", "did you mean meta-llama/Llama-3.1-8B"),
+        ("someone/unknown", "the model someone/unknown is not on this machine, and HF_HUB_OFFLINE is set", "give a folder with a config.json"),
+        ("./toy", "there is no model folder ./toy", "give a folder with a config.json"),
+        ("toys/config.json", "there is no model folder toys/config.json", "give a folder"),
+        ("a model?", "there is no model folder a model?", "give a folder"),
+    ],
+)
+def test_a_name_that_means_nothing(name: str, said: str, hint: str, tmp_path: Path) -> None:
+    found = refused(name, tmp_path)
+    assert len(found) == 1
+    assert found[0][0] == said
+    assert "looked for in" in found[0][1]
+    assert hint in found[0][2]
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "model.gguf").touch()
+    what, _, hint = refused("toy", tmp_path)[0]
+    assert what == f"there is no config.json in {tmp_path / 'toy'}"
+    assert "model.gguf" in hint
+    (tmp_path / "weights.bin").touch()
+    assert "is neither a folder nor a config.json" in refused("weights.bin", tmp_path)[0][0]
+
+
+def test_a_link_out_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text(json.dumps(GOOD))
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "config.json").symlink_to("../secret.json")
+    assert "config.json is a link out of its folder" in refused("toy", tmp_path)[0][0]
+
+
+BROKEN = {
+    "cut short": ('{"model_type": "llama",\n "hidden_size": 2', "this is not JSON", "config.json:2"),
+    "a list": ("[1]", "this holds list, not keys with values", "config.json"),
+    "not UTF-8": ("\udcff{}", "this is no config: 'utf-8' codec", "config.json"),
+    "a key twice": ('{"model_type": "llama", "vocab_size": 1, "vocab_size": 2}', "`vocab_size` is written twice, as 1 and 2", "config.json"),
+    "nested without end": ("[" * 100_000, "this is no config", "config.json"),
+    "too large": (" " * (5 * 2**20), "this has more than 4,194,304 bytes", "config.json"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=[name.replace(" ", "-") for name in BROKEN])
+def test_a_config_that_is_none(case: str, tmp_path: Path) -> None:
+    text, said, place = BROKEN[case]
+    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    found = refused(str(tmp_path))
+    assert len(found) == 1
+    assert said in found[0][0]
+    assert found[0][1].endswith(place)
+    assert found[0][2]
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "said"),
+    [
+        ({"vocab_size": None}, "vocab_size", "vocab_size is missing"),
+        ({"hidden_size": -24}, "hidden_size", "hidden_size = -24 is not a whole number above 0"),
+        ({"hidden_size": 24.0}, "hidden_size", "hidden_size = 24.0 is not a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers", "num_hidden_layers = True is not a whole number"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers", "num_hidden_layers = '2' is not a whole number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers", "is more than 10,000"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads", "num_key_value_heads = 3 does not divide num_attention_heads = 4"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads", "num_key_value_heads = 0 is not a whole number above 0"),
+        ({"hidden_size": 26}, "hidden_size", "hidden_size = 26 is not a multiple of num_attention_heads = 4, and no head_dim is given"),
+        ({"head_dim": 5}, "head_dim", "head_dim = 5 is odd"),
+        ({"torch_dtype": "float32", "dtype": "bfloat16"}, "torch_dtype", "torch_dtype = 'float32' and dtype = 'bfloat16'"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta", "rope_theta = 10000.0 and rope_parameters.rope_theta = 500000.0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings", "tie_word_embeddings = 'false' is neither true nor false"),
+        ({"rope_scaling": "linear"}, "rope_scaling", "rope_scaling = 'linear' is not a mapping"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "the weights are stored quantised (gptq)"),
+        ({"model_type": "mamba"}, "model_type", "model_type = 'mamba' is of no described family"),
+        ({"model_type": None}, "model_type", "there is no model_type"),
+        ({"model_type": ["llama"]}, "model_type", "model_type = ['llama'] is of no described family"),
+    ],
+)
+def test_one_thing_wrong_with_the_sizes(change: dict[str, Any], key: str, said: str, tmp_path: Path) -> None:
+    found = refused(str(folder(tmp_path / "toy", GOOD | change)))
+    assert len(found) == 1, found
+    assert said in found[0][0]
+    assert found[0][1] == f"{tmp_path / 'toy' / 'config.json'} {key}"
+    assert found[0][2]
+
+
+def test_all_that_is_wrong_with_the_sizes(tmp_path: Path) -> None:
+    bad = {k: v for k, v in GOOD.items() if k != "vocab_size"} | {"hidden_size": 0, "num_key_value_heads": -1, "intermediate_size": "40"}
+    keys = {where.rpartition(" ")[2] for _, where, _ in refused(str(folder(tmp_path / "toy", bad)))}
+    assert keys == {"vocab_size", "hidden_size", "num_key_value_heads", "intermediate_size"}
+
+
+def test_an_unknown_family_names_the_known_ones(tmp_path: Path) -> None:
+    hint = refused(str(folder(tmp_path / "toy", GOOD | {"model_type": "mixtral"})))[0][2]
+    assert hint == "described are llama, mistral, qwen2, qwen3; other architectures come later, on the data axes"
+
+
+def test_code_that_comes_with_a_model_is_left_out_aloud(tmp_path: Path) -> None:
+    spec = read_model(str(folder(tmp_path / "toy", GOOD | {"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}})))
+    assert "auto_map" not in spec.config
+    assert spec.notes == ("auto_map is left out: code that comes with a model is never run",)
+
+
+def test_reading_is_light() -> None:
+    code = """
+import sys
+from pentamesh.job.hardware import read_hardware
+from pentamesh.job.read import read_job_text
+from pentamesh.model.read import read_model
+read_job_text("model: llama-3.1-8b\\nhardware: 8xH100"), read_hardware("2xCPU"), read_model("llama-3.1-405b")
+print(sorted({"torch", "transformers", "numpy", "huggingface_hub", "httpx", "requests"} & {name.partition(".")[0] for name in sys.modules}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
