@@ -73,11 +73,14 @@ class _Asked:
 
     def tried_shorter(self, job: Job, sentence: str) -> Iterator[str]:
         """As `tried`, and where the change is not enough, together with the longest sequence that halving leaves and that fits."""
-        length = job.batch.seq_len
+        yield from self.tried(job, sentence) if self.verdict(job) != "does_not_fit" else self.shortened(job, f"{sentence}, together with ")
+
+    def shortened(self, job: Job, before: str = "") -> Iterator[str]:
+        """The longest sequence that halving leaves and that fits."""
+        length = job.batch.seq_len // 2
         while length >= SHORTEST:
             batch = job.batch.model_copy(update={"seq_len": length})
-            together = sentence if length == job.batch.seq_len else f"{sentence}, together with seq_len = {length}"
-            if found := list(self.tried(job.model_copy(update={"batch": batch}), together)):
+            if found := list(self.tried(job.model_copy(update={"batch": batch}), f"{before}seq_len = {length}")):
                 yield from found
                 return
             length //= 2
@@ -120,8 +123,7 @@ def _length(job: Job, asked: _Asked) -> Iterator[str]:
     if job.batch.micro_batch > 1:
         batch = job.batch.model_copy(update={"micro_batch": 1})
         yield from asked.tried(job.model_copy(update={"batch": batch}), "micro_batch = 1, with more accumulation")
-    halved = job.batch.model_copy(update={"seq_len": job.batch.seq_len // 2})
-    yield from asked.tried_shorter(job.model_copy(update={"batch": halved}), f"seq_len = {halved.seq_len}")
+    yield from asked.shortened(job)
 
 
 def _more(job: Job, asked: _Asked) -> Iterator[str]:
@@ -165,8 +167,14 @@ def _smallest(works: Callable[[int], bool], fails: int, limit: int) -> int | Non
 
 def _bigger(hardware: Hardware, smallest: Prediction) -> Iterator[str]:
     """The smallest GPU of the catalogue that holds the leanest candidate: what a rank needs does not depend on the GPU."""
-    devices = sorted((find_gpu(name)[0] for name in gpu_names()), key=lambda d: d.usable_bytes)
+    names = [name for name in gpu_names() if _maker(name) == _maker(hardware.device.name)]
+    devices = sorted((find_gpu(name)[0] for name in names), key=lambda d: d.usable_bytes)
     peak = smallest.memory.peak_bytes.high
     bigger = next((d for d in devices if d.usable_bytes >= peak and d.usable_bytes > hardware.device.usable_bytes), None)
     if bigger:
         yield f"{hardware.num_devices} x {bigger.name} ({format_bytes(bigger.usable_bytes)} usable each)"
+
+
+def _maker(name: str) -> str:
+    """Whose GPU it is, by the catalogue's names: a job for one maker's stack is no small change away from another's."""
+    return next((maker for prefix, maker in (("MI", "AMD"), ("Gaudi", "Intel")) if name.startswith(prefix)), "NVIDIA")

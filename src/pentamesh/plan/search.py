@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 from pentamesh.cost.holding import Holding
@@ -49,7 +50,7 @@ def plan(
     return Plan(
         job=job,
         model=_facts(model),
-        hardware=hardware.to_json(),
+        hardware=json.loads(json.dumps(hardware.to_json())),  # as a plan that was written reads back
         layout=chosen.held.layout,
         policy=chosen.policy,
         precision=chosen.precision,

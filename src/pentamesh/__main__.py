@@ -1,0 +1,5 @@
+"""`python -m pentamesh`."""
+
+from pentamesh.cli import main
+
+main()

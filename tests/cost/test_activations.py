@@ -1,0 +1,67 @@
+"""The lists of saved tensors against what autograd really keeps, byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from pentamesh.cost.activations import block, block_input, local_bytes, logits
+from pentamesh.layout.mesh import Layout, Mesh
+from pentamesh.model.families import describe
+
+CONFIG = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+BATCH, SEQ = 2, 16
+
+
+def recorded_bytes(model_type: str, dtype: str, layers: int) -> int:
+    """Bytes of distinct storages that a forward saves, parameters aside."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(model_type, **CONFIG | {"num_hidden_layers": layers})
+    built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(getattr(torch, dtype))
+    parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
+    saved, alive = {}, []
+
+    def keep(tensor):
+        alive.append(tensor)
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = built.model(torch.zeros(BATCH, SEQ, dtype=torch.long), use_cache=False)
+    assert output.last_hidden_state.shape == (BATCH, SEQ, CONFIG["hidden_size"])
+    return sum(size for pointer, size in saved.items() if pointer not in parameters)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_block_saves_what_is_listed(model_type: str, dtype: str) -> None:
+    model = describe(CONFIG | {"model_type": model_type}, "toy")
+    assert model is not None
+    of_one_block = recorded_bytes(model_type, dtype, 2) - recorded_bytes(model_type, dtype, 1)
+    assert local_bytes(block(model, Layout(), BATCH, SEQ, dtype), Layout()) == of_one_block
+
+
+def test_tensor_and_context_cut_activations() -> None:
+    model = describe(CONFIG | {"model_type": "llama"}, "toy")
+    assert model is not None
+
+    def size(layout: Layout) -> int:
+        return local_bytes(block(model, layout, BATCH, SEQ, "bfloat16"), layout)
+
+    whole = size(Layout())
+    assert size(Layout(Mesh(cp=2))) * 2 == whole
+    assert size(Layout(Mesh(dp_shard=4), "parameters")) == whole  # a micro-batch is per data rank
+    assert whole / 2 < size(Layout(Mesh(tp=2))) < whole  # the residual stream stays whole
+    assert size(Layout(Mesh(tp=2), sequence_parallel=True)) < size(Layout(Mesh(tp=2)))
+    assert local_bytes(logits(model, Layout(Mesh(tp=2)), BATCH, SEQ), Layout(Mesh(tp=2))) == 12 * BATCH * SEQ * 16
+    assert local_bytes(block_input(model, Layout(), BATCH, SEQ, "bfloat16"), Layout()) == 2 * BATCH * SEQ * 64

@@ -1,0 +1,72 @@
+"""The fullest moment of a step: parts that add up, and levers that move it the right way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pentamesh.cost.compute import flop_per_token, work
+from pentamesh.cost.holding import Holding
+from pentamesh.cost.memory import memory, verdict
+from pentamesh.cost.needs import Memory, Range
+from pentamesh.job.hardware import read_hardware
+from pentamesh.job.job import Batch
+from pentamesh.job.precision import PRECISIONS
+from pentamesh.layout.mesh import Layout, Mesh
+from pentamesh.layout.policy import Policy
+from pentamesh.model.read import read_model
+
+MODEL = read_model("llama-3.1-8b")
+DDP, FULL = Layout(Mesh(dp_replicate=8)), Layout(Mesh(dp_shard=8), "parameters")
+LEAN = Policy(grad_accum=4, recompute="full", reduce="each")
+
+
+def peak(layout: Layout = FULL, policy: Policy = LEAN, precision: str = "bf16", batch: Batch | None = None, kind: str = "cuda") -> Memory:
+    return memory(Holding(MODEL, layout), policy, PRECISIONS[precision], batch or Batch(), usable_bytes=10**11, kind=kind)
+
+
+@pytest.mark.parametrize("layout", [DDP, FULL, Layout(Mesh(pp=2, dp_shard=2, tp=2), "parameters")], ids=str)
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_parts_add_up_to_the_expected_peak(layout: Layout, kind: str) -> None:
+    found = peak(layout, kind=kind)
+    assert sum(found.parts_bytes.values()) == pytest.approx(found.peak_bytes.expected, abs=10)
+    assert found.peak_bytes.low < found.peak_bytes.expected < found.peak_bytes.high
+    assert len(found.stages) == layout.mesh.pp
+    assert max(s.peak_bytes.expected for s in found.stages) == found.peak_bytes.expected
+
+
+def test_levers() -> None:
+    lean = peak().peak_bytes.expected
+    assert peak(policy=replace(LEAN, recompute="none")).peak_bytes.expected > lean + 20e9  # 32 blocks of 25 copies of the stream
+    assert peak(policy=replace(LEAN, reshard=False)).peak_bytes.expected > lean + 10e9  # 2 bytes of every parameter
+    assert peak(policy=replace(LEAN, reduce="once")).peak_bytes.expected > lean + 25e9  # 4 bytes of every parameter
+    assert peak(precision="bf16-pure").peak_bytes.expected < lean - 6e9
+    assert peak(batch=Batch(seq_len=2048)).peak_bytes.expected < lean
+
+
+def test_ddp_keeps_casts_where_nothing_is_recomputed() -> None:
+    kept, again = peak(DDP, replace(LEAN, recompute="none")), peak(DDP)
+    assert kept.parts_bytes["working"] == 2 * MODEL.num_parameters
+    assert again.parts_bytes["working"] < kept.parts_bytes["working"] / 2
+
+
+def test_verdict() -> None:
+    def with_peak(*peak_bytes: float) -> Memory:
+        return Memory(100, Range(*peak_bytes), 50, {})
+
+    assert [verdict(with_peak(*p)) for p in ((80, 90, 100), (80, 90, 101), (90, 101, 110))] == ["fits", "at_risk", "does_not_fit"]
+
+
+def test_recompute_adds_a_forward_of_the_blocks() -> None:
+    held, device = Holding(MODEL, FULL), read_hardware("8xH100").device
+    plain, again = (work(held, replace(LEAN, recompute=r), PRECISIONS["bf16"], Batch(), device) for r in ("none", "full"))
+    assert again.forward_s == plain.forward_s
+    assert 0.85 * plain.forward_s < again.backward_s - plain.backward_s < plain.forward_s
+
+
+def test_model_flop() -> None:
+    """6 N of the matmuls and 12 L s a d; adapters need two thirds of the first and some more."""
+    held = Holding(MODEL, FULL)
+    assert flop_per_token(held, 4096) == 6 * (MODEL.num_parameters - 128256 * 4096 - 65 * 4096) + 12 * 32 * 4096 * 4096
+    assert 0.66 < flop_per_token(Holding(MODEL, FULL, "lora"), 4096) / flop_per_token(held, 4096) < 0.75

@@ -1,0 +1,67 @@
+"""Layouts that cannot be: every reason at once, each with what would work."""
+
+from __future__ import annotations
+
+import pytest
+
+from pentamesh.job.job import Batch
+from pentamesh.layout.legal import grad_accum, problems
+from pentamesh.layout.mesh import Layout, Mesh
+from pentamesh.model.read import read_model
+
+MODEL = read_model("llama-3.1-8b")
+
+
+def whats(layout: Layout, **batch: int) -> list[str]:
+    return [p.what for p in problems(MODEL, layout, Batch(**batch))]
+
+
+def test_a_legal_layout_has_no_problem() -> None:
+    layout = Layout(Mesh(pp=2, dp_shard=2, tp=8), "parameters", sequence_parallel=True)
+    assert whats(layout, global_batch=16, micro_batch=2) == []
+    assert grad_accum(layout, Batch(global_batch=16, micro_batch=2)) == 4
+
+
+def test_tensor_names_the_dim_and_the_tensor() -> None:
+    (found,) = problems(MODEL, Layout(Mesh(tp=16)), Batch())
+    assert str(found) == (
+        "error: tensor = 16 does not divide kv_heads = 8\n"
+        "  where  layout.tensor    model.layers.*.self_attn.k_proj.weight [kv_heads*128, hidden]\n"
+        "hint: use tensor = 8, 4, 2 or 1"
+    )
+
+
+def test_all_at_once() -> None:
+    layout = Layout(Mesh(pp=64, dp_shard=3, cp=2, tp=3, ep=2), "parameters")
+    found = whats(layout, seq_len=4098, global_batch=16)
+    for part in (
+        "heads = 32",
+        "kv_heads = 8",
+        "pipeline = 64",
+        "has no experts",
+        "without sequence parallel",
+        "2 x context x tensor = 12",
+        "x 3 = 3",
+    ):
+        assert any(part in what for what in found), part
+
+
+@pytest.mark.parametrize(
+    ("layout", "part"),
+    [
+        (Layout(Mesh(dp_shard=8), sequence_parallel=True), "tensor = 1"),
+        (Layout(Mesh(cp=16), context="ulysses"), "over which Ulysses exchanges"),
+        (Layout(Mesh(dp_replicate=8)), "micro_batch x data ranks = 3 x 8 = 24"),
+    ],
+)
+def test_one_problem(layout: Layout, part: str) -> None:
+    (found,) = whats(layout, micro_batch=3 if layout.mesh.dp_replicate > 1 else 1, global_batch=16)
+    assert part in found
+
+
+def test_an_undescribed_family_stays_on_the_data_axes() -> None:
+    generic = read_model("llama-3.1-8b")
+    object.__setattr__(generic, "family", "generic")
+    (found,) = problems(generic, Layout(Mesh(tp=2, pp=2)), Batch())
+    assert "not described" in found.what
+    assert problems(generic, Layout(Mesh(dp_shard=8), "parameters"), Batch()) == []
