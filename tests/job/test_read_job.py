@@ -21,7 +21,7 @@ optimizer:
   lr: 1e-4
   betas: [0.9, 0.999]
   max_grad_norm: null
-training: {steps: 2_000, compile: yes}
+training: {steps: 2_000}
 checkpoint:
 hardware: 8xRTX-5090
 layout: {shard: parameters, reshard_after_forward: false}
@@ -34,7 +34,7 @@ def test_units_shorthands_and_empty_sections() -> None:
     assert job.model == Model(name="llama-3.1-8b")
     assert (job.batch.seq_len, job.batch.global_batch) == (128_000, 4_000)
     assert (job.optimizer.lr, job.optimizer.betas, job.optimizer.max_grad_norm) == (1e-4, (0.9, 0.999), None)
-    assert (job.training.steps, job.training.compile, job.data.held_out) == (2000, True, 0.05)
+    assert (job.training.steps, job.data.held_out) == (2000, 0.05)
     assert job.checkpoint == Job(model=Model(name="m")).checkpoint
     assert job.layout.reshard_after_forward is False
 

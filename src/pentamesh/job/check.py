@@ -36,7 +36,6 @@ OTHER_WORDS = {
     "gradient_accumulation_steps": "batch.global_batch",
     "grad_accum": "batch.global_batch",
     "gradient_checkpointing": "layout.activation_checkpointing",
-    "torch_compile": "training.compile",
     "max_norm": "optimizer.max_grad_norm",
     "lr_scheduler_type": "optimizer.schedule",
     "output_dir": "logging.folder",

@@ -76,7 +76,6 @@ class Training(Section):
     evaluate_every: Count | None = Field(
         default=None, ge=1, description="Steps between evaluations on held-out rows; always before the first and after the last."
     )
-    compile: bool = Field(default=False, description="Compile each block with torch.compile.")
 
 
 class Machine(Section):
@@ -123,7 +122,6 @@ class Checkpoint(Section):
 class Logging(Section):
     folder: Text | None = Field(default=None, description="Run folder, relative to the job file; `runs/<job name>` when not given.")
     every: Count = Field(default=1, ge=1, description="Steps between lines of progress (metrics.jsonl has every step).")
-    tensorboard: bool = Field(default=False, description="Also write TensorBoard events into the run folder.")
 
 
 class Job(Section):

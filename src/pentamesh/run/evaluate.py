@@ -1,19 +1,31 @@
-"""Held-out loss: the mean over trained tokens of rows that are never trained on."""
+"""Held-out loss: the mean over trained tokens of rows that are never trained on, in a run or of any model folder."""
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from pentamesh.checkpoint.weights import Weights
+from pentamesh.errors import InputError
+from pentamesh.job.job import Job
+from pentamesh.job.precision import Precision
+from pentamesh.layout.mesh import Layout
+from pentamesh.layout.policy import Policy
+from pentamesh.model.read import read_model
 from pentamesh.run.data.batches import held_out_batches
+from pentamesh.run.data.prepare import prepare
 from pentamesh.run.data.samples import Samples
 from pentamesh.run.loss import token_loss_sum
+from pentamesh.run.place import place
+from pentamesh.run.source import tokenizer_of
 from pentamesh.run.step import TOKEN_AXES
-from pentamesh.run.world import World
+from pentamesh.run.world import World, connect, join
 
-__all__ = ["HeldOut", "held_out"]
+__all__ = ["HeldOut", "evaluate", "held_out"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +34,21 @@ class HeldOut:
 
     loss: float
     num_tokens: int
+
+
+def evaluate(job: Job, folder: Path, precision: Precision) -> HeldOut:
+    """The loss of the model in `folder` on the held-out rows of `job` (with absolute paths), in one process. Raises InputError without such rows."""
+    connect()
+    world = join(Layout())
+    model = read_model(str(folder))
+    weights = Weights.open(folder)
+    weights.check(model)
+    with tempfile.TemporaryDirectory(prefix="pentamesh-") as scratch:
+        samples = prepare(job, tokenizer_of(folder), Path(), Path(scratch) / "data").held_out
+        if samples is None:
+            raise InputError("the job holds no rows out", where="data.held_out", hint="give a file of held-out rows, or a share such as 0.05")
+        module = place(model, Layout(), Policy(), precision, world, lambda t, held, rank, dtype: weights.read(t, held, rank, dtype, world.device))
+        return held_out(module, samples, job.batch.micro_batch, world)
 
 
 @torch.no_grad()

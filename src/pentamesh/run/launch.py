@@ -22,11 +22,11 @@ from pentamesh.model.read import read_model
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as make_plan
 from pentamesh.run.folder import RunFolder
-from pentamesh.run.loop import Options
+from pentamesh.run.options import Options
 from pentamesh.run.worker import LAUNCHED, work
 from pentamesh.units import format_bytes
 
-__all__ = ["located", "planned", "train"]
+__all__ = ["keep", "located", "planned", "train"]
 
 
 def train(target: Path, overrides: Sequence[str], options: Options, *, even_so: bool = False) -> int:
@@ -35,8 +35,8 @@ def train(target: Path, overrides: Sequence[str], options: Options, *, even_so: 
     Inside torchrun or SLURM this process is one rank; otherwise it starts them all. Raises PentameshError with the cause of a failure.
     """
     if "RANK" in os.environ:
-        return work(lambda: _keep(target, overrides, options, even_so), options)
-    folder = _keep(target, overrides, options, even_so)
+        return work(lambda: keep(target, overrides, options, even_so), options)
+    folder = keep(target, overrides, options, even_so)
     _start_ranks(folder, Plan.read(folder.plan).layout.mesh.num_ranks, options)
     return 0
 
@@ -82,7 +82,7 @@ def _hardware(job: Job) -> Hardware:
     return found
 
 
-def _keep(target: Path, overrides: Sequence[str], options: Options, even_so: bool) -> RunFolder:
+def keep(target: Path, overrides: Sequence[str], options: Options, even_so: bool) -> RunFolder:
     """Plan, refuse what does not fit, and write the run folder."""
     plan = planned(target, overrides)
     _say_verdict(plan, even_so)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from pentamesh.checkpoint.disk import check_room
-from pentamesh.checkpoint.export import export
-from pentamesh.checkpoint.keep import agreed, newest
+from pentamesh.checkpoint.keep import agreed
 from pentamesh.checkpoint.together import first
 from pentamesh.checkpoint.weights import Weights
 from pentamesh.errors import InputError, RunFailed
@@ -23,7 +22,7 @@ from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.receipt import Measured, receipt
-from pentamesh.report.progress import Progress
+from pentamesh.run.after import export_run
 from pentamesh.run.data.batches import Batches
 from pentamesh.run.data.prepare import prepare
 from pentamesh.run.data.samples import Prepared, open_prepared
@@ -32,26 +31,20 @@ from pentamesh.run.folder import RunFolder, write_json
 from pentamesh.run.initial import initial
 from pentamesh.run.ledger import Recorder, differences
 from pentamesh.run.optim import adamw, learning_rate, set_learning_rate
+from pentamesh.run.options import Options
 from pentamesh.run.peak import measured_peak, rss_peak_bytes, standing_bytes
 from pentamesh.run.place import Filler, parameters_of, place
+from pentamesh.run.progress import Progress
 from pentamesh.run.source import model_folder, tokenizer_of
 from pentamesh.run.state import Counters, restore, store
 from pentamesh.run.state import tensors as state_tensors
 from pentamesh.run.step import StepResult, Trainee, take_step
 from pentamesh.run.world import World
 
-__all__ = ["MAX_UNUSABLE_STEPS", "Options", "run"]
+__all__ = ["MAX_UNUSABLE_STEPS", "run"]
 
 # A loss that is not finite may be one bad batch; this many in a row are a broken run.
 MAX_UNUSABLE_STEPS = 10
-
-
-@dataclass(frozen=True)
-class Options:
-    """How this start of the run differs from a plain one: continue from the newest checkpoint, stop (with a checkpoint) after a step."""
-
-    resume: bool = False
-    stop_at: int | None = None
 
 
 @dataclass
@@ -268,7 +261,9 @@ def _finish(made: Run, measured: Measurements, counters: Counters) -> None:
     if made.world.is_first and measured.step_s:
         _write_receipt(made, measured, peak, rss)
     if counters.step == made.num_steps and made.plan.job.checkpoint.export:
-        first("exporting", lambda: _export(made))
+        target = first("exporting", lambda: export_run(made.folder.path))
+        if made.world.is_first:
+            made.progress.say(f"exported to {target}")
 
 
 def _write_receipt(made: Run, measured: Measurements, peak: int, rss: int) -> None:
@@ -290,17 +285,6 @@ def _write_receipt(made: Run, measured: Measurements, peak: int, rss: int) -> No
     write_json(made.folder.receipt, receipt(plan, facts))
     if measured.ledger and (found := differences(predicted, measured.ledger)):
         made.progress.say("the collectives of step 2 are not the predicted ones:\n  " + "\n  ".join(found))
-
-
-def _export(made: Run) -> Path:
-    saved = newest(made.folder.checkpoints, say=made.progress.say)
-    if saved is None:
-        raise RunFailed("no checkpoint to export", where=str(made.folder.checkpoints))
-    source = model_folder(made.plan.job.model, Path())
-    target = made.folder.export
-    export(saved, made.trainee.model, source, target)
-    made.progress.say(f"exported to {target}")
-    return target
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -143,7 +143,7 @@ def _fill(built: nn.Module, model: ModelSpec, layout: Layout, world: World, dtyp
 
 def _replicate(built: nn.Module, policy: Policy, world: World) -> DistributedDataParallel:
     """DDP over the data axis. The graph is static where torch allows to say so: not with accumulation, which skips reductions."""
-    return DistributedDataParallel(
+    replicated = DistributedDataParallel(
         built,
         process_group=world.group(("dp_replicate",)),
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
@@ -153,6 +153,21 @@ def _replicate(built: nn.Module, policy: Policy, world: World) -> DistributedDat
         gradient_as_bucket_view=True,
         static_graph=policy.grad_accum == 1 and policy.recompute == "none",
     )
+    _settle(replicated, world)
+    return replicated
+
+
+def _settle(replicated: DistributedDataParallel, world: World) -> None:
+    """Let DDP rebuild its buckets now, on two tokens that count for nothing.
+
+    It orders them anew after the first backward passes it sees, and the order decides how sums are rounded: a resumed run, which would start
+    with the first order again, would not continue an undisturbed one bit by bit. A static graph is known after two passes, and the new order
+    is taken up by the third forward.
+    """
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=world.device)
+    for _ in range(3):
+        (replicated(input_ids=tokens, use_cache=False).logits.sum() * 0.0).backward()
+    replicated.zero_grad(set_to_none=False)
 
 
 def check(built: nn.Module, model: ModelSpec, layout: Layout, precision: Precision, world: World) -> None:

@@ -12,14 +12,16 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-# torch's profiler, which measures the peak on CPU, announces itself on stderr otherwise.
+# torch's profiler, which measures the peak on CPU, announces itself on stderr otherwise; so does its allocator about blocks older than it.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from pentamesh.checkpoint.together import first
 from pentamesh.errors import PentameshError
 from pentamesh.plan.plan import Plan
 from pentamesh.run.folder import RunFolder
-from pentamesh.run.loop import Options, run
+from pentamesh.run.loop import run
+from pentamesh.run.options import Options
 from pentamesh.run.world import connect, join, leave
 
 __all__ = ["LAUNCHED", "main", "work"]

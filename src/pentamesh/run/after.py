@@ -1,0 +1,43 @@
+"""After a run: its checkpoints as models for others."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pentamesh.checkpoint.export import export
+from pentamesh.checkpoint.keep import name_of, newest
+from pentamesh.checkpoint.manifest import verify
+from pentamesh.errors import InputError, Problem
+from pentamesh.model.read import read_model
+from pentamesh.plan.plan import Plan
+from pentamesh.run.folder import RunFolder
+from pentamesh.run.source import model_folder
+
+__all__ = ["export_run"]
+
+
+def export_run(run: Path, target: Path | None = None, step: int | None = None, dtype: str | None = None) -> Path:
+    """The Hugging Face folder that a run's checkpoint was written to: of `step`, or the newest that verifies. Raises InputError."""
+    folder = RunFolder(run)
+    plan = Plan.read(folder.plan)
+    saved = _saved(folder, step)
+    source = model_folder(plan.job.model, Path())
+    # Weights drawn at random have no dtype of the source's to keep.
+    weights = "float32" if plan.job.method == "pretrain" and dtype is None else dtype
+    return export(saved, read_model(str(source)), source, target or folder.export, weights)
+
+
+def _saved(folder: RunFolder, step: int | None) -> Path:
+    if step is None:
+        found = newest(folder.checkpoints, say=sys.stderr.write)
+        if found is None:
+            raise InputError(f"{folder.path} has no checkpoint that can be exported", hint="train first: `pentamesh train job.yaml`")
+        return found
+    path = folder.checkpoints / name_of(step)
+    if not path.is_dir():
+        there = ", ".join(p.name for p in sorted(folder.checkpoints.glob("step-*"))) or "none"
+        raise InputError(f"there is no checkpoint of step {step}", where=str(folder.checkpoints), hint=f"there are: {there}")
+    if problems := verify(path):
+        raise InputError(*(p if isinstance(p, Problem) else Problem(str(p)) for p in problems))
+    return path

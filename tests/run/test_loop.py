@@ -1,0 +1,120 @@
+"""The loop on toy jobs: a resumed run is the undisturbed one bit for bit, the receipt and metrics say what happened, the export loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pentamesh.plan.plan import Plan
+from pentamesh.run.folder import RunFolder
+from pentamesh.run.launch import keep
+from pentamesh.run.loop import run
+from pentamesh.run.options import Options
+from pentamesh.run.world import join
+from pentamesh.run.worlds import run_world
+from tests.run import toy
+
+
+PLAIN = Options()
+
+
+def rank(folder: Path, options: Options) -> str:
+    """What each rank of a world does."""
+    plan = Plan.read(RunFolder(folder).plan)
+    return run(plan, RunFolder(folder), join(plan.layout, "cpu"), options)
+
+
+def trained(job: Path, options: Options = PLAIN) -> RunFolder:
+    """Plan the job and run it in a world of its own."""
+    folder = keep(job, (), options, even_so=False)
+    num_ranks = Plan.read(folder.plan).layout.mesh.num_ranks
+    outcomes = run_world(rank, num_ranks, folder.path, options)
+    assert len(set(outcomes)) == 1
+    return folder
+
+
+def contents(checkpoint: Path) -> dict[str, bytes]:
+    """Every tensor's bytes, by file and name."""
+    found = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            found[f"{path.name}:{name}"] = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return found
+
+
+def metrics(folder: RunFolder) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_resume_is_a_continuation(tmp_path: Path, shard: str, precision: str) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    changes = {"layout__shard": shard, "precision": precision, "training__steps": 10, "checkpoint__every": 5, "hardware": "4xCPU"}
+    whole = trained(toy.job(tmp_path / "a", **changes))
+    job = toy.job(tmp_path / "b", **changes)
+    trained(job, Options(stop_at=5))
+    halves = trained(job, Options(resume=True))
+
+    name = "step-00000010"
+    first, second = contents(whole.checkpoints / name), contents(halves.checkpoints / name)
+    assert first.keys() == second.keys()
+    assert [key for key in first if first[key] != second[key]] == []
+    keep_keys = ("step", "loss", "grad_norm", "lr", "tokens", "consumed_samples")
+    assert [{k: row[k] for k in keep_keys} for row in metrics(whole)] == [{k: row[k] for k in keep_keys} for row in metrics(halves)]
+
+
+def test_what_a_run_leaves(tmp_path: Path) -> None:
+    folder = trained(toy.job(tmp_path))
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        assert {"schema", "version", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "peak_bytes"} <= row.keys()
+        assert 0 < row["tokens"]["trained"] < row["tokens"]["total"]
+    assert "held_out_loss" in rows[2]
+    assert "held_out_loss" in rows[5]
+    held_out = [json.loads(line) for line in folder.held_out.read_text().splitlines()]
+    assert [row["step"] for row in held_out] == [0, 3, 6]
+    assert held_out[-1]["held_out_loss"] < held_out[0]["held_out_loss"]
+
+    receipt = json.loads(folder.receipt.read_text())
+    assert receipt["ledger_equal"] is True
+    assert receipt["parts"]["states_bytes"]["ratio"] == pytest.approx(1, abs=0.01)
+    assert receipt["parts"]["peak_bytes"]["ratio"] > 0.2
+    assert [path.name for path in sorted(folder.checkpoints.glob("step-*"))] == ["step-00000004", "step-00000006"]
+
+
+def test_export_loads_with_plain_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = trained(toy.job(tmp_path))
+    model, info = AutoModelForCausalLM.from_pretrained(folder.export, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert AutoTokenizer.from_pretrained(folder.export).chat_template == toy.CHATML
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_pretraining_starts_from_the_same_weights_on_any_layout(tmp_path: Path) -> None:
+    losses = []
+    for name, hardware, shard in (("one", "1xCPU", "none"), ("two", "2xCPU", "none"), ("four", "4xCPU", "parameters")):
+        (tmp_path / name).mkdir()
+        job = toy.job(tmp_path / name, method="pretrain", hardware=hardware, layout__shard=shard, training__steps=3)
+        losses.append([row["loss"] for row in metrics(trained(job))])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-5)
+
+
+def test_epochs_end_with_an_uneven_batch(tmp_path: Path) -> None:
+    toy.model_folder(tmp_path / "model")
+    toy.rows(tmp_path / "rows.jsonl", 7)
+    job = toy.job(tmp_path, training={"epochs": 1}, data__held_out=None, hardware="4xCPU", batch__micro_batch=1, batch__global_batch=4)
+    rows = metrics(trained(job))
+    assert len(rows) == 2
+    assert rows[-1]["consumed_samples"] == 8  # seven rows and one without labels
