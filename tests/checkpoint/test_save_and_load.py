@@ -441,17 +441,44 @@ def test_room_is_checked_before_any_work(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "new"]
 
 
-def test_every_file_of_a_checkpoint_reaches_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
+def unshared_rank(folder: Path) -> str:
+    """Save where rank 1 writes to a disk that the first does not see."""
+    real = saving._settled
+
+    def elsewhere(partial: Path, rank: int) -> dict[str, Any]:
+        files = real(partial, rank)
+        for name in files if rank == 1 else ():
+            (partial / name).unlink()
+        return files
+
+    saving._settled = elsewhere
+    try:
+        return str(save(folder, 1, laid_out("full 2", filled=True), FACTS))
+    except RunFailed as error:
+        dist.barrier()
+        return str(error)
+
+
+def test_a_folder_that_hosts_do_not_share_is_refused(tmp_path: Path) -> None:
+    for said in run_world(unshared_rank, 2, tmp_path):
+        assert "the first rank does not see the files that all ranks wrote: shard-00002-model-00001-of-00001.safetensors" in said
+        assert "must be one that all hosts share" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_file_of_a_checkpoint_is_on_disk_whole_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, int]] = []
     real = os.fsync
 
     def watched(handle: int) -> None:
-        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        synced.append((Path(os.readlink(f"/proc/self/fd/{handle}")).name, os.fstat(handle).st_size))
         real(handle)
 
     monkeypatch.setattr(os, "fsync", watched)
     checkpoint = alone(tmp_path, 1)
-    shard = next(iter(Manifest.read(checkpoint).files))
-    order = [name for name in synced if name in (shard, "manifest.json.partial", "step-00000001.partial", tmp_path.name)]
-    assert order.index(shard) < order.index("manifest.json.partial") < order.index("step-00000001.partial") < order.index(tmp_path.name)
+    ((shard, facts),) = Manifest.read(checkpoint).files.items()
+    manifest = ("manifest.json.partial", (checkpoint / MANIFEST).stat().st_size)
+    folders = [i for i, (name, _) in enumerate(synced) if name in ("step-00000001.partial", tmp_path.name)]
+    assert synced.index((shard, facts.bytes)) < synced.index(manifest) < folders[0] < folders[-1]
+    assert synced[folders[-1]][0] == tmp_path.name
     assert verify(checkpoint) == []

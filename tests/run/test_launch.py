@@ -38,7 +38,8 @@ def ranks_below(parent: int) -> dict[int, int]:
     for entry in Path("/proc").iterdir():
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            environment = dict(pair.partition(b"=")[::2] for pair in (entry / "environ").read_bytes().split(b"\0"))
+            pairs = (pair.partition(b"=") for pair in (entry / "environ").read_bytes().split(b"\0"))
+            environment = {name: value for name, _, value in pairs}
             parent_of = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             continue

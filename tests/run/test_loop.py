@@ -19,7 +19,6 @@ from pentamesh.run.world import join
 from pentamesh.run.worlds import run_world
 from tests.run import toy
 
-
 PLAIN = Options()
 
 
@@ -94,7 +93,8 @@ def test_export_loads_with_plain_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = trained(toy.job(tmp_path))
-    model, info = AutoModelForCausalLM.from_pretrained(folder.export, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder.export, output_loading_info=True)
+    model, info = loaded
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert AutoTokenizer.from_pretrained(folder.export).chat_template == toy.CHATML

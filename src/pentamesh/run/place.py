@@ -190,7 +190,7 @@ def _placements(held: Split, layout: Layout) -> tuple[str, ...]:
     """The names of DTensor placements that the plan gives, in the order of the mesh axes that shard."""
     names = held.placements()
     if names is None:
-        raise InputError(f"{held} has no DTensor placement", hint="fused tensors are not cut by tensor parallel yet")
+        raise InputError(f"{held} has no DTensor placement", hint="choose degrees that cut it between heads, and not inside a fused part")
     if Role.WEIGHT not in SHARDED_KINDS[layout.shard]:
         return ()
     copies = ("Replicate",) if layout.mesh.dp_replicate > 1 else ()
