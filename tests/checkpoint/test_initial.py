@@ -50,9 +50,9 @@ def test_a_rank_draws_only_tiles_that_it_holds_a_part_of(monkeypatch: pytest.Mon
     drawn: list[tuple[int, ...]] = []
     real = drawing._tile
 
-    def watched(tensor: TensorSpec, tile: drawing.Tile, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    def watched(tensor: TensorSpec, tile: drawing.Tile, seed: int, std: float, dtype: torch.dtype) -> torch.Tensor:
         drawn.append(tile[0])
-        return real(tensor, tile, seed, dtype)
+        return real(tensor, tile, seed, std, dtype)
 
     monkeypatch.setattr(drawing, "_tile", watched)
     for layout, expected in ((Layout(Mesh(dp_shard=4), shard="parameters"), 3 * 1), (Layout(Mesh(tp=5)), 1 * 3)):

@@ -48,7 +48,7 @@ def initial(
 def _draw(local: torch.Tensor, tensor: TensorSpec, box: Box, seed: int, std: float) -> None:
     """Fill the place of `box` in `local` from the tiles that it meets."""
     for tile in _tiles(tensor.shape, box):
-        values = _tile(tensor, tile, seed, local.dtype) * std
+        values = _tile(tensor, tile, seed, std, local.dtype)
         inner = [_common(low, length, at, size) for low, length, at, size in zip(*tile, box.offset, box.size, strict=True)]
         source = tuple(slice(low - start, high - start) for (low, high), start in zip(inner, tile[0], strict=True))
         shift = [to - at for to, at in zip(box.local_offset, box.offset, strict=True)]
@@ -67,8 +67,8 @@ def _tiles(shape: tuple[int, ...], box: Box) -> Iterator[Tile]:
         yield offset, tuple(min(step, n - low) for step, n, low in zip(steps, shape, offset, strict=True))
 
 
-def _tile(tensor: TensorSpec, tile: Tile, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Standard normal values of one tile: a function of the seed, the tensor's name and the tile's place.
+def _tile(tensor: TensorSpec, tile: Tile, seed: int, std: float, dtype: torch.dtype) -> torch.Tensor:
+    """Normal values of one tile: a function of the seed, the tensor's name and the tile's place.
 
     torch's CPU generator keeps 32 bits of a seed, in which the tiles of a large model would collide; Philox takes a key of 128.
     Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
@@ -76,7 +76,9 @@ def _tile(tensor: TensorSpec, tile: Tile, seed: int, dtype: torch.dtype) -> torc
     offset, size = tile
     key = hashlib.sha256(f"{seed}/{tensor.name}/{','.join(map(str, offset))}".encode()).digest()[:16]
     generator = numpy.random.Generator(numpy.random.Philox(key=int.from_bytes(key, "little")))
-    return torch.from_numpy(generator.standard_normal(size, dtype=numpy.float64 if dtype == torch.float64 else numpy.float32))
+    values = generator.standard_normal(size, dtype=numpy.float64 if dtype == torch.float64 else numpy.float32)
+    values *= std  # by numpy, on this thread: torch would wake others for each small tile
+    return torch.from_numpy(values)
 
 
 def _common(low: int, length: int, start: int, size: int) -> tuple[int, int]:
