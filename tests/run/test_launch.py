@@ -118,3 +118,22 @@ def test_a_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert code == 2
     assert "already holds checkpoints" in talk
     assert "--resume" in talk
+
+
+def test_a_plan_is_run_as_it_stands(tmp_path: Path) -> None:
+    toy.job(tmp_path, training__steps=2, checkpoint__export=False)
+    printed = subprocess.run([*PYTHON, "pentamesh", "plan", "job.yaml", "--json"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    (tmp_path / "plan.json").write_text(printed)
+    code, talk = ran("pentamesh", "train", "plan.json", "--set", "optimizer.lr=1", cwd=tmp_path)
+    assert code == 2
+    assert "a plan takes no overrides" in talk
+    code, talk = ran("pentamesh", "train", "plan.json", cwd=tmp_path)
+    assert code == 0, talk
+    kept = json.loads((tmp_path / "runs/plan/plan.json").read_text())
+    assert kept["fingerprint"] == json.loads(printed)["fingerprint"]
+
+    zero = json.loads(printed) | {"layout": json.loads(printed)["layout"] | {"shard": "optimizer"}}
+    (tmp_path / "zero.json").write_text(json.dumps(zero))
+    code, talk = ran("pentamesh", "train", "zero.json", cwd=tmp_path)
+    assert code == 2
+    assert "planned but not trained yet" in talk

@@ -60,8 +60,8 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Twelve hex digits of what decides the run: job, layout, policy and precision - not of the predictions."""
-        decides = [self.job.model_dump(mode="json"), asdict(self.layout), asdict(self.policy), self.precision.name]
+        """Twelve hex digits of what decides the run: job, layout, policy and precision - not the predictions, nor in which folder files lie."""
+        decides = [_decisive(self.job), asdict(self.layout), asdict(self.policy), self.precision.name]
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
 
     def to_json(self) -> dict[str, Any]:
@@ -141,3 +141,12 @@ class Plan:
             overrides=found["overrides"],
             parent=found["parent"],
         )
+
+
+def _decisive(job: Job) -> dict[str, Any]:
+    """The job without its logging, and with names of files for their paths."""
+    found = job.model_dump(mode="json", exclude={"logging"})
+    for section, key in (("model", "name"), ("data", "train"), ("data", "held_out")):
+        if isinstance(found[section][key], str):
+            found[section][key] = Path(found[section][key]).name
+    return found

@@ -29,6 +29,9 @@ from pentamesh.units import format_bytes
 __all__ = ["keep", "located", "planned", "train"]
 
 
+_RUNNABLE = ("ddp", "full_shard")
+
+
 def train(target: Path, overrides: Sequence[str], options: Options, *, even_so: bool = False) -> int:
     """Run the job in `target` (a job file or a plan.json) to its end and return the exit code.
 
@@ -46,11 +49,20 @@ def planned(target: Path, overrides: Sequence[str]) -> Plan:
     if target.suffix == ".json":
         if overrides:
             raise InputError("a plan takes no overrides: it is run as it stands", where=str(target), hint="give the job file, then --set works")
-        return Plan.read(target)
+        plan = Plan.read(target)
+        check_trainable(plan.job, str(target))
+        _check_runnable(plan, str(target))
+        return replace(plan, job=located(plan.job, target))
     job, recorded = read_job(target, overrides)
     check_trainable(job, str(target))
     model = read_model(job.model.name, target.parent, job.model.revision)
     return make_plan(located(job, target), model, _hardware(job), runnable=True, overrides=recorded)
+
+
+def _check_runnable(plan: Plan, where: str) -> None:
+    """Raises InputError for a layout that is planned but not trained yet."""
+    if plan.strategy not in _RUNNABLE:
+        raise InputError(f"{plan.strategy} ({plan.layout.mesh}) is planned but not trained yet", where=where, hint=f"{' and '.join(_RUNNABLE)} are")
 
 
 def located(job: Job, target: Path) -> Job:
@@ -164,6 +176,7 @@ def _start_ranks(folder: RunFolder, num_ranks: int, options: Options) -> None:
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.2,
         shutdown_timeout=5,

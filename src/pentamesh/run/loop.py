@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pentamesh.checkpoint.disk import check_room
-from pentamesh.checkpoint.keep import agreed
+from pentamesh.checkpoint.keep import agreed, published
 from pentamesh.checkpoint.together import first
 from pentamesh.checkpoint.weights import Weights
 from pentamesh.errors import InputError, RunFailed
@@ -98,8 +98,7 @@ def _set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
     prepared = _prepare(plan, source, folder)
     num_steps, in_run = _length(plan, len(prepared.train))
     trainee = _trainee(plan, model, source, world)
-    room = 2 * sum(t.nbytes for t in state_tensors(trainee).values())
-    first("looking for room for checkpoints", lambda: check_room(folder.checkpoints, room * world.num_ranks))
+    first("looking for room for checkpoints", lambda: check_room(folder.checkpoints, _room(trainee, plan, folder)))
     batches = Batches(
         prepared.train,
         job.training.seed,
@@ -110,6 +109,12 @@ def _set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
         num_samples_in_run=in_run,
     )
     return Run(plan, folder, world, trainee, prepared, batches, num_steps, Progress(plan, num_steps, job.logging.every))
+
+
+def _room(trainee: Trainee, plan: Plan, folder: RunFolder) -> int:
+    """Bytes that checkpoints still need on disk: those that are kept and the one being written, less those that are there."""
+    each = sum(t.nbytes for t in state_tensors(trainee).values())  # of whole tensors, also where a rank holds a part
+    return each * max(1, plan.job.checkpoint.keep + 1 - len(published(folder.checkpoints)))
 
 
 def _source(plan: Plan, world: World) -> Path:
@@ -175,7 +180,7 @@ def _one_step(made: Run, counters: Counters, measured: Measurements) -> Counters
     lr = learning_rate(job.optimizer, counters.step, made.num_steps)
     set_learning_rate(made.trainee.optimizer, lr)
     started = time.perf_counter()
-    micros = [micro.to(made.world.device) for micro in made.batches.step(counters.consumed)]
+    micros = [micro.to(made.world.device, non_blocking=True) for micro in made.batches.step(counters.consumed)]
     with _instruments(made, measured, index):
         result = take_step(made.trainee, micros, job.optimizer.max_grad_norm)
     elapsed = time.perf_counter() - started

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from pentamesh.checkpoint.together import together
 from pentamesh.errors import Drift, InputError, Problem
 from pentamesh.job.precision import Precision
 from pentamesh.layout.mesh import Layout
@@ -72,7 +73,7 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     elif precision.compute != precision.weight:
         _cast_while_used(built, torch_dtype(precision.compute))
     _materialise(built, model, world)
-    _fill(built, model, layout, world, torch_dtype(precision.weight), fill)
+    together("reading weights", lambda: _fill(built, model, layout, world, torch_dtype(precision.weight), fill))
     check(built, model, layout, precision, world)
     return built if sharded or world.num_ranks == 1 else _replicate(built, policy, world)
 

@@ -78,13 +78,13 @@ def accumulate(trainee: Trainee, micros: Sequence[Micro], num_trained: int) -> f
     module, world = trainee.module, trainee.world
     # DDP averages over its group; gradients here are sums, so the factor is taken out beforehand.
     factor = world.data_degree if isinstance(module, DistributedDataParallel) else 1
-    loss_sum = 0.0
+    losses = []
     for index, micro in enumerate(micros):
         with _reducing(module, trainee.policy, last=index == len(micros) - 1):
             loss = token_loss_sum(module, micro)
             (loss * (factor / num_trained)).backward()
-        loss_sum += float(loss.detach())
-    return world.sum([loss_sum], TOKEN_AXES)[0]
+        losses.append(loss.detach())
+    return world.sum([float(torch.stack(losses).double().sum())], TOKEN_AXES)[0]
 
 
 @contextmanager
@@ -113,9 +113,9 @@ def grad_norm(trainee: Trainee) -> float:
     axes, mesh = norm_axes(model, world.layout), world.layout.mesh
     weights = {t.name: 1.0 / mesh.degree(*(set(axes) - set(split(t, Role.GRADIENT, world.layout).axes))) for t in model.parameters}
     grads = {name: local(p.grad) for name, p in parameters.items() if p.grad is not None}
-    norms = torch._foreach_norm(list(grads.values()), dtype=torch.float64)
-    squares = sum(weights[name] * float(norm) ** 2 for name, norm in zip(grads, norms, strict=True))
-    return math.sqrt(world.sum([float(squares)], axes)[0])
+    norms = torch.stack(torch._foreach_norm(list(grads.values()), dtype=torch.float64))
+    shares = torch.tensor([weights[name] for name in grads], dtype=torch.float64, device=norms.device)
+    return math.sqrt(world.sum([float((shares * norms.square()).sum())], axes)[0])
 
 
 def _clip(parameters: dict[str, torch.Tensor], norm: float, max_norm: float | None) -> None:
