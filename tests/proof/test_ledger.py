@@ -28,7 +28,16 @@ CASES = [
     ("qwen2", "full_shard", 4, 1, {}),
     ("qwen3", "full_shard", 4, 1, {}),
     ("tiny-rows", "full_shard", 4, 1, {}),
+    ("llama", "zero1", 4, 1, {}),
+    ("llama", "zero1", 4, 4, {}),
+    ("qwen2", "zero1", 2, 4, {}),
+    ("llama-untied", "zero2", 4, 1, {}),
+    ("llama", "zero2", 4, 4, {}),
+    ("qwen3", "zero2", 3, 4, {}),
     ("llama", "hybrid_shard", 4, 1, {}),
+    ("llama", "hybrid_shard", 4, 4, {}),
+    ("qwen2", "hybrid_shard", 4, 4, {"reduce": "node"}),
+    ("qwen3", "hybrid_shard", 4, 4, {"reduce": "node", "reshard": False}),
     ("llama", "hybrid_shard", 4, 4, {"reduce": "each"}),
 ]
 

@@ -12,7 +12,7 @@ from tests.proof.toys import trial
 CASES = [
     (toy, strategy, 4, grad_accum)
     for toy in ("llama", "llama-untied", "qwen2", "qwen3")
-    for strategy in ("ddp", "full_shard", "hybrid_shard")
+    for strategy in ("ddp", "zero1", "zero2", "full_shard", "hybrid_shard")
     for grad_accum in (1, 4)
 ]
 
@@ -33,7 +33,12 @@ def test_policies(strategy: str, policy: dict[str, object]) -> None:
     assert max(errors.values()) < 1e-10, errors
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
+def test_reducing_in_the_node_first() -> None:
+    errors = compare(trial("llama", "hybrid_shard", 4, 4, reduce="node"))
+    assert max(errors.values()) < 1e-10, errors
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "full_shard", "hybrid_shard"])
 def test_float32(strategy: str, record_proof) -> None:
     errors = compare(replace(trial("llama", strategy, 4, 4), precision="fp32"))
     assert errors["first_gradient"] < 1e-6, errors
@@ -41,7 +46,7 @@ def test_float32(strategy: str, record_proof) -> None:
     record_proof("equal to one process, float32 first step", runs=1, worst_relative_error=errors["first_gradient"])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "full_shard", "hybrid_shard"])
 def test_bf16_is_the_same_arithmetic_everywhere(strategy: str) -> None:
     """bf16 compute with fp32 masters: the layout adds no rounding of its own beyond the order of fp32 sums."""
     errors = compare(replace(trial("llama", strategy, 4, 4), precision="bf16"))

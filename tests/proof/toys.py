@@ -35,9 +35,18 @@ TINY_ROWS = LLAMA | {"hidden_size": 5, "num_attention_heads": 1, "num_key_value_
 TOYS = {"llama": LLAMA, "llama-untied": UNTIED, "qwen2": QWEN2, "qwen3": QWEN3, "tiny-rows": TINY_ROWS}
 
 
+# ZeRO-1 and ZeRO-2 keep whole weights over a step; they differ in when gradients leave.
+ZERO: dict[str, dict[str, Any]] = {
+    "zero1": {"reshard": False, "keep_gathered": True, "reduce": "once"},
+    "zero2": {"reshard": False, "keep_gathered": True, "reduce": "each"},
+}
+
+
 def layout(strategy: str, num_ranks: int) -> Layout:
-    """`ddp` or `full_shard` over `num_ranks` data ranks, `hybrid_shard` as two copies."""
+    """A data strategy over `num_ranks` ranks; `hybrid_shard` as two copies."""
     meshes = {
+        "zero1": Layout(Mesh(dp_shard=num_ranks), "optimizer"),
+        "zero2": Layout(Mesh(dp_shard=num_ranks), "gradients"),
         "ddp": Layout(Mesh(dp_replicate=num_ranks), "none"),
         "full_shard": Layout(Mesh(dp_shard=num_ranks), "parameters"),
         "hybrid_shard": Layout(Mesh(dp_replicate=2, dp_shard=max(1, num_ranks // 2)), "parameters"),
@@ -48,5 +57,5 @@ def layout(strategy: str, num_ranks: int) -> Layout:
 def trial(toy: str, strategy: str, num_ranks: int, grad_accum: int, **policy: Any) -> Trial:
     """A trial of `toy`: two sequences a micro-batch on every rank."""
     micro_batch = 2
-    chosen = replace(Policy(micro_batch, grad_accum), **policy)
+    chosen = replace(Policy(micro_batch, grad_accum), **(ZERO.get(strategy, {}) | policy))
     return Trial(TOYS[toy], layout(strategy, num_ranks), chosen, global_batch=micro_batch * grad_accum * num_ranks)

@@ -22,7 +22,8 @@ class Policy:
     recompute       `none` keeps every block's activations, `full` only its input and computes the block again in backward
     reshard         full shard: free a block's gathered parameters between its forward and its backward
     keep_gathered   full shard: keep gathered parameters over all micro-batches of a step (implies no reshard)
-    reduce          `once` sums gradients over ranks after the last micro-batch, `each` after every one
+    reduce          `once` sums gradients over ranks after the last micro-batch, `each` after every one; `node` cuts and sums them among the
+                    ranks that shard after every one, and among copies after the last
     """
 
     micro_batch: int = 1
@@ -30,7 +31,7 @@ class Policy:
     recompute: Literal["none", "full"] = "none"
     reshard: bool = True
     keep_gathered: bool = False
-    reduce: Literal["once", "each"] = "once"
+    reduce: Literal["once", "node", "each"] = "once"
 
     def __post_init__(self) -> None:
         if self.keep_gathered and self.reshard:

@@ -78,19 +78,16 @@ def rhythm(model: ModelSpec, layout: Layout, policy: Policy, precision: Precisio
 def _parameters(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision) -> Iterator[Crossing]:
     kinds = SHARDED_KINDS[layout.shard]
     compute, reduce, weight = ITEMSIZE[precision.compute], ITEMSIZE[precision.reduce], ITEMSIZE[precision.weight]
-    reductions = 1 if policy.reduce == "once" else policy.grad_accum
-    if Role.WEIGHT in kinds:
-        for unit, tensors in model.units.items():
-            forward, backward = _gathers(unit, policy)
-            yield from _fused("forward", tensors, Role.WEIGHT, Role.USE, layout, compute, forward)
-            yield from _fused("backward", tensors, Role.WEIGHT, Role.USE, layout, compute, backward)
-            yield from _fused("backward", tensors, Role.COMPUTED, Role.GRADIENT, layout, reduce, reductions)
+    if Role.STATE not in kinds:
+        for bucket in buckets(model, layout, weight):
+            yield from _fused("backward", bucket, Role.COMPUTED, Role.GRADIENT, layout, weight, _reductions(policy))
         return
-    target = Role.STATE if Role.STATE in kinds else Role.GRADIENT
-    for bucket in buckets(model, layout, weight):
-        yield from _fused("backward", bucket, Role.COMPUTED, target, layout, weight, reductions)
-        if Role.STATE in kinds:
-            yield from _fused("step", bucket, Role.STATE, Role.WEIGHT, layout, weight, 1)
+    # What the optimizer updates is cut with its state, whatever else is: from there weights are gathered, and thither gradients go.
+    for unit, tensors in model.units.items():
+        forward, backward = _gathers(unit, policy)
+        yield from _fused("forward", tensors, Role.STATE, Role.USE, layout, compute, forward)
+        yield from _fused("backward", tensors, Role.STATE, Role.USE, layout, compute, backward)
+        yield from _fused("backward", tensors, Role.COMPUTED, Role.STATE, layout, reduce, _reductions(policy))
 
 
 def _gathers(unit: str, policy: Policy) -> tuple[int, int]:
@@ -100,14 +97,24 @@ def _gathers(unit: str, policy: Policy) -> tuple[int, int]:
     return policy.grad_accum, policy.grad_accum if policy.reshard and unit else 0
 
 
-def _fused(phase: str, tensors: Iterable[TensorSpec], source: Role, target: Role, layout: Layout, itemsize: int, count: int) -> Iterator[Crossing]:
+def _reductions(policy: Policy) -> dict[str, int]:
+    """How often gradients are reduced in a step, by kind of collective."""
+    return {
+        "reduce_scatter": 1 if policy.reduce == "once" else policy.grad_accum,
+        "all_reduce": policy.grad_accum if policy.reduce == "each" else 1,
+    }
+
+
+def _fused(
+    phase: str, tensors: Iterable[TensorSpec], source: Role, target: Role, layout: Layout, itemsize: int, counts: int | dict[str, int]
+) -> Iterator[Crossing]:
     """The crossings of several tensors in one buffer: collectives of the same kind and group are one, of their bytes together."""
     together: Counter[tuple[str, tuple[str, ...], int]] = Counter()
     for tensor in tensors:
         for move in moves(tensor, source, target, layout, itemsize):
             together[move.kind, move.axes, move.num_ranks] += move.bytes
     for (kind, axes, num_ranks), num_bytes in together.items():
-        yield Crossing(phase, Move(kind, axes, num_ranks, num_bytes), count)
+        yield Crossing(phase, Move(kind, axes, num_ranks, num_bytes), counts if isinstance(counts, int) else counts[kind])
 
 
 def buckets(model: ModelSpec, layout: Layout, itemsize: int) -> list[list[TensorSpec]]:
@@ -222,6 +229,6 @@ def _bookkeeping(model: ModelSpec, layout: Layout) -> Iterator[Crossing]:
 
 
 def norm_axes(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
-    """The axes that cut some gradient: over them the squared norm is summed."""
-    cut = {axis for unit in model.units.values() for t in unit for axis in split(t, Role.GRADIENT, layout).axes}
+    """The axes that cut some gradient when it meets the optimizer: over them the squared norm is summed."""
+    cut = {axis for unit in model.units.values() for t in unit for axis in split(t, Role.STATE, layout).axes}
     return tuple(axis for axis in ("pp", *SHARD_AXES, "edp", "ep", "tp") if axis in cut)

@@ -55,6 +55,7 @@ class TensorSpec:
     kind       `matmul` | `lookup` | `scale` | `bias` | `activation`: decides FLOPs and random initialisation
     unit       the module that is gathered as one (`model.layers.3`), or "" for what belongs to the root
     tied_to    the name of the parameter that this one *is*, when two names share one tensor
+    met        of how many copies (experts) in it a token meets how many: (k, E); (0, 1) for what a token of text never meets
     """
 
     name: str
@@ -64,6 +65,7 @@ class TensorSpec:
     unit: str = ""
     tied_to: str | None = None
     file_names: tuple[str, ...] = field(default=())
+    met: tuple[int, int] = (1, 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,6 +74,11 @@ class TensorSpec:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def met_numel(self) -> int:
+        """Elements that one token meets: all, or those of the experts that it is sent to."""
+        return self.numel * self.met[0] // self.met[1]
 
     def __str__(self) -> str:
         return f"{self.name} [{', '.join(map(str, self.dims))}]"

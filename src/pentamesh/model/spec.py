@@ -9,7 +9,7 @@ from typing import Any
 
 from pentamesh.model.dims import TensorSpec
 
-__all__ = ["ModelSpec", "Sublayer"]
+__all__ = ["Kept", "ModelSpec", "Sublayer"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,14 @@ class Sublayer:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What autograd keeps of one token in a mean block, in elements: matmuls' inputs and outputs beside the stream, and what norms scale."""
+
+    by_matmuls: int
+    by_norms: int
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What is trained.
 
@@ -28,6 +36,9 @@ class ModelSpec:
     family        the described family, or "generic": tensors without names for their dims, data axes only
     config        the config.json as read, for whoever builds the modules
     tensors       every parameter, tied ones under both names, in forward order
+    windows       per layer how many tokens one token attends to (None: all before it; 0: no softmax attention); empty where all see all
+    kept          of a generic model, from which its activations are estimated; a described family lists them
+    untrainable   what keeps the trainer from it; empty where nothing does
     """
 
     name: str
@@ -44,6 +55,9 @@ class ModelSpec:
     tensors: tuple[TensorSpec, ...]
     config: dict[str, Any] = field(repr=False, compare=False, default_factory=dict)
     notes: tuple[str, ...] = ()
+    windows: tuple[int | None, ...] = ()
+    kept: Kept | None = None
+    untrainable: str = ""
 
     @cached_property
     def parameters(self) -> tuple[TensorSpec, ...]:
@@ -71,13 +85,23 @@ class ModelSpec:
 
     @cached_property
     def matmul_parameters(self) -> int:
-        """Parameters that multiply each token: every projection and the head (tied or not), not the embedding's lookup."""
-        return sum(t.numel for t in self.tensors if t.kind == "matmul")
+        """Parameters that multiply each token: every projection and the head (tied or not), of experts those that a token meets; not the
+        embedding's lookup."""
+        return sum(t.met_numel for t in self.tensors if t.kind == "matmul")
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Parameters that a token of text meets: all but the other experts, and towers for what is not text."""
+        return sum(t.met_numel for t in self.parameters)
+
+    def attention_flop_per_token(self, seq_len: int) -> int:
+        """FLOP of scores and weighted values, forward and backward: 12 (heads * head_dim) per token attended to, in each layer."""
+        attended = sum(seq_len if w is None else min(seq_len, w) for w in self.windows) if self.windows else self.num_layers * seq_len
+        return 12 * attended * self.num_heads * self.head_dim
 
     def flop_per_token(self, seq_len: int, *, causal: bool = False) -> float:
-        """Model FLOP of forward and backward per token: 6 per matmul parameter and 12 L s (heads * head_dim) of attention.
+        """Model FLOP of forward and backward per token: 6 per matmul parameter it meets and 12 L s (heads * head_dim) of attention.
 
         Source: PaLM (arXiv 2204.02311) appendix B; `causal` halves the attention term, as some sources do.
         """
-        attention = 12 * self.num_layers * seq_len * self.num_heads * self.head_dim
-        return 6 * self.matmul_parameters + attention / (2 if causal else 1)
+        return 6 * self.matmul_parameters + self.attention_flop_per_token(seq_len) / (2 if causal else 1)

@@ -67,7 +67,7 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     built = build(model, torch_dtype(precision.weight))
     if policy.recompute == "full":
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    sharded = Role.WEIGHT in SHARDED_KINDS[layout.shard]
+    sharded = Role.STATE in SHARDED_KINDS[layout.shard]
     if sharded:
         _fully_shard(built, model, policy, precision, world)
     elif precision.compute != precision.weight:
@@ -79,7 +79,10 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
 
 
 def _fully_shard(built: nn.Module, model: ModelSpec, policy: Policy, precision: Precision, world: World) -> None:
-    """Cut every unit over the shard axis (and copy it over the replicate axis), each gathered and reduced as one."""
+    """Cut every unit over the shard axis (and copy it over the replicate axis), each gathered and reduced as one.
+
+    ZeRO-1, ZeRO-2 and full shard differ in how long what is gathered stays and when gradients are reduced, which is the policy's to say.
+    """
     degree = world.layout.mesh.degree
     mesh = world.mesh["dp_replicate", "dp_shard"] if degree("dp_replicate") > 1 else world.mesh["dp_shard"]
     compute = torch_dtype(precision.compute) if precision.compute != precision.weight else None
@@ -137,7 +140,7 @@ def _materialise(built: nn.Module, model: ModelSpec, world: World) -> None:
 
 def _fill(built: nn.Module, model: ModelSpec, layout: Layout, world: World, dtype: torch.dtype, fill: Filler) -> None:
     for tensor in model.parameters:
-        held = split(tensor, Role.WEIGHT, layout)
+        held = split(tensor, Role.STATE, layout)  # what the optimizer updates is cut as its state is
         with torch.no_grad():
             local(built.get_parameter(tensor.name)).copy_(fill(tensor, held, world.rank, dtype))
 
@@ -178,7 +181,7 @@ def check(built: nn.Module, model: ModelSpec, layout: Layout, precision: Precisi
     problems = [Problem(f"{name} is in the model and not in the plan", f"rank {world.rank}") for name in found.keys() - expected.keys()]
     problems += [Problem(f"{name} is in the plan and not in the model", f"rank {world.rank}") for name in expected.keys() - found.keys()]
     for name in sorted(found.keys() & expected.keys()):
-        held = split(expected[name], Role.WEIGHT, layout)
+        held = split(expected[name], Role.STATE, layout)
         wanted = (held.local_shape(world.rank), _placements(held, layout), torch_dtype(precision.weight))
         built_as = (tuple(local(found[name]).shape), _placements_of(found[name]), found[name].dtype)
         if wanted != built_as:
@@ -192,7 +195,7 @@ def _placements(held: Split, layout: Layout) -> tuple[str, ...]:
     names = held.placements()
     if names is None:
         raise InputError(f"{held} has no DTensor placement", hint="choose degrees that cut it between heads, and not inside a fused part")
-    if Role.WEIGHT not in SHARDED_KINDS[layout.shard]:
+    if Role.STATE not in SHARDED_KINDS[layout.shard]:
         return ()
     copies = ("Replicate",) if layout.mesh.dp_replicate > 1 else ()
     cuts = tuple(name for axes, name in names.items() if set(axes) & {"dp_shard", "cp", "edp"})

@@ -92,7 +92,8 @@ def _reducing(module: nn.Module, policy: Policy, *, last: bool) -> Iterator[None
     """Reduce gradients in this backward or keep them local, and free gathered parameters or keep them, as the policy says."""
     reduces = last or policy.reduce == "each"
     if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(reduces)
+        module.set_requires_gradient_sync(last or policy.reduce != "once")
+        module.set_requires_all_reduce(reduces)
         module.set_is_last_backward(last)
         module.set_reshard_after_backward(last or not policy.keep_gathered)
         yield
@@ -111,7 +112,7 @@ def grad_norm(trainee: Trainee) -> float:
     """
     model, parameters, world = trainee.model, trainee.parameters, trainee.world
     axes, mesh = norm_axes(model, world.layout), world.layout.mesh
-    weights = {t.name: 1.0 / mesh.degree(*(set(axes) - set(split(t, Role.GRADIENT, world.layout).axes))) for t in model.parameters}
+    weights = {t.name: 1.0 / mesh.degree(*(set(axes) - set(split(t, Role.STATE, world.layout).axes))) for t in model.parameters}
     grads = {name: local(p.grad) for name, p in parameters.items() if p.grad is not None}
     norms = torch.stack(torch._foreach_norm(list(grads.values()), dtype=torch.float64))
     shares = torch.tensor([weights[name] for name in grads], dtype=torch.float64, device=norms.device)

@@ -151,7 +151,7 @@ def drawn(seed: int, world: World, std: float = 0.02) -> Filler:
 def _check_splits(trainee: Trainee, found: Outcome, trial: Trial) -> None:
     """Compare shape and content of what each DTensor really holds with the boxes of `split`."""
     for tensor in trainee.model.parameters:
-        held = split(tensor, Role.WEIGHT, trainee.world.layout)
+        held = split(tensor, Role.STATE, trainee.world.layout)
         mine = local(trainee.parameters[tensor.name]).detach()
         if tuple(mine.shape) != held.local_shape(trainee.world.rank) or not torch.equal(mine, _by_boxes(tensor, held, trial, trainee, mine)):
             found.split_errors.append(f"rank {trainee.world.rank}: {held}")
