@@ -80,25 +80,18 @@ def test_flags_are_where_their_problems_are() -> None:
 
 
 def test_everything_that_keeps_a_job_from_training_is_said() -> None:
-    text = "model: m\nmethod: qlora\nprecision: bf16-pure\nlayout: {replicate: 2, tensor: 2, pipeline: 2, context: 2, expert: 2}\n"
+    text = "model: m\nmethod: qlora\nprecision: bf16-pure\nlayout: {tensor: 2, pipeline: 2, context: 2, expert: 2}\n"
     with pytest.raises(InputError) as caught:
         check_trainable(read_job_text(text)[0], "job.yaml")
     said = {p.where.removeprefix("job.yaml "): p.what for p in caught.value.problems}
     assert set(said) == {
-        "data.train", "training", "method", "precision", "layout.replicate", "layout.tensor", "layout.pipeline", "layout.context", "layout.expert",
+        "data.train", "training", "method", "precision", "layout.tensor", "layout.pipeline", "layout.context", "layout.expert",
     }  # fmt: skip
     assert said["method"] == "method = qlora is planned but not trained yet"
     assert all(p.hint for p in caught.value.problems)
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
-def test_sharding_that_is_only_planned(shard: str) -> None:
-    job = read_job_text(f"model: m\ndata: {{train: d}}\ntraining: {{steps: 1}}\nlayout: {{shard: {shard}}}")[0]
-    with pytest.raises(InputError, match=f"shard = {shard} is planned but not trained yet"):
-        check_trainable(job, "job.yaml")
-
-
-@pytest.mark.parametrize("layout", ["{}", "{shard: none}", "{shard: parameters, data: 2}"])
+@pytest.mark.parametrize("layout", ["{}", "{shard: none}", "{shard: optimizer}", "{shard: gradients}", "{shard: parameters, data: 4, replicate: 2}"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_is_trained_passes(layout: str, precision: str, tmp_path: Path) -> None:
     (tmp_path / "rows-1.jsonl").write_text("{}\n")

@@ -132,8 +132,8 @@ def test_a_plan_is_run_as_it_stands(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "runs/plan/plan.json").read_text())
     assert kept["fingerprint"] == json.loads(printed)["fingerprint"]
 
-    zero = json.loads(printed) | {"layout": json.loads(printed)["layout"] | {"shard": "optimizer"}}
-    (tmp_path / "zero.json").write_text(json.dumps(zero))
-    code, talk = ran("pentamesh", "train", "zero.json", cwd=tmp_path)
+    tensor = json.loads(printed) | {"layout": json.loads(printed)["layout"] | {"dp_shard": 1, "tp": 2}}
+    (tmp_path / "tensor.json").write_text(json.dumps(tensor))
+    code, talk = ran("pentamesh", "train", "tensor.json", cwd=tmp_path)
     assert code == 2
     assert "planned but not trained yet" in talk

@@ -50,13 +50,23 @@ def metrics(folder: RunFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in folder.metrics.read_text().splitlines()]
 
 
+STRATEGIES = {
+    "ddp": {"layout__shard": "none"},
+    "zero1": {"layout__shard": "optimizer"},
+    "zero2": {"layout__shard": "gradients"},
+    "full_shard": {"layout__shard": "parameters"},
+    "hybrid_shard": {"layout__shard": "parameters", "layout__replicate": 2},
+}
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("shard", ["none", "parameters"])
-def test_resume_is_a_continuation(tmp_path: Path, shard: str, precision: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_resume_is_a_continuation(tmp_path: Path, strategy: str, precision: str) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    changes = {"layout__shard": shard, "precision": precision, "training__steps": 10, "checkpoint__every": 5, "hardware": "4xCPU"}
+    changes = STRATEGIES[strategy] | {"precision": precision, "training__steps": 10, "checkpoint__every": 5, "hardware": "4xCPU"}
     whole = trained(toy.job(tmp_path / "a", **changes))
+    assert Plan.read(whole.plan).strategy == strategy
     job = toy.job(tmp_path / "b", **changes)
     trained(job, Options(stop_at=5))
     halves = trained(job, Options(resume=True))

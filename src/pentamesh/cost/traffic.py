@@ -49,7 +49,7 @@ class Flow:
 def flows(held: Holding, policy: Policy, precision: Precision, seq_len: int, hardware: Hardware) -> tuple[Flow, ...]:
     """All collectives of a steady step of a rank, timed."""
     mesh, found = held.layout.mesh, []
-    for row in _rows(held, _telling(policy, held.layout), _working(precision, held.layout), seq_len):
+    for row in _rows(held, _telling(policy, held.layout), precision, seq_len):
         ranks = group(mesh, row.axes, hardware.devices_per_node)
         once = seconds(Move(row.kind, row.axes, row.num_ranks, row.bytes), ranks, hardware)
         found.append(Flow(row, once * row.count, link_name(ranks, hardware)))
@@ -70,11 +70,6 @@ def communication(found: Iterable[Flow], policy: Policy, work: Work, kind: str, 
             exposed_s=old.exposed_s + exposed_s,
         )
     return tuple(table.values())
-
-
-def _working(precision: Precision, layout: Layout) -> Precision:
-    """The precision in which parameters travel: ZeRO-1 and ZeRO-2 work on weights and gradients of the compute dtype (see `widths`)."""
-    return replace(precision, weight=precision.compute) if layout.shard in ("optimizer", "gradients") else precision
 
 
 def _telling(policy: Policy, layout: Layout) -> Policy:
@@ -103,7 +98,7 @@ def _rows(held: Holding, policy: Policy, precision: Precision, seq_len: int) -> 
 def _model_rows(model: ModelSpec, held: Holding, policy: Policy, precision: Precision, seq_len: int) -> list[LedgerRow]:
     """`rhythm`'s ledger of one pipeline stage.
 
-    Full shard of like blocks is linear in their number, so two small models give a large one exactly: r(1) + (L - 1) (r(2) - r(1)). Buckets
+    What is cut by like blocks is linear in their number, so two small models give a large one exactly: r(1) + (L - 1) (r(2) - r(1)). Buckets
     of DDP are not, and are laid out in full.
     """
     mesh = held.layout.mesh
@@ -113,7 +108,7 @@ def _model_rows(model: ModelSpec, held: Holding, policy: Policy, precision: Prec
         found = ledger(rhythm(_shortened(model, num_layers), layout, policy, precision, seq_len))
         return Counter({replace(row, count=1): row.count for row in found})
 
-    if layout.shard == "parameters" and held.blocks_are_alike and layers > 2:
+    if layout.shard != "none" and held.blocks_are_alike and layers > 2:
         one, two = counts(1), counts(2)
         total = {row: one[row] + (layers - 1) * (two[row] - one[row]) for row in one | two}
     else:

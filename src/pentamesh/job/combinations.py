@@ -129,11 +129,6 @@ def untrainable(job: Job) -> Iterator[Conflict]:
         hint = "use precision: bf16 (fp32 masters) or fp32, or only plan it"
         yield Conflict(("precision",), "precision = bf16-pure is planned but not trained yet", hint)
     layout = job.layout
-    if layout.shard in ("optimizer", "gradients"):
-        yield Conflict(("layout.shard",), f"shard = {layout.shard} is planned but not trained yet", "use shard: none or parameters")
-    if layout.shard in ("parameters", "auto") and (layout.replicate or 1) > 1:
-        what = f"replicate = {layout.replicate} (hybrid shard) is planned but not trained yet"
-        yield Conflict(("layout.replicate",), what, "leave replicate out: full shard over all data ranks")
     for axis in ("tensor", "pipeline", "context", "expert"):
         if (degree := getattr(layout, axis)) > 1:
             yield Conflict((f"layout.{axis}",), f"{axis} = {degree} is planned but not trained yet", f"use {axis}: 1, or only plan it")

@@ -18,14 +18,12 @@ from pentamesh.model.spec import ModelSpec
 __all__ = ["described", "layouts", "policies"]
 
 _SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
-# What the trainer runs; the rest is judged only.
-_RUNNABLE: tuple[Shard, ...] = ("none", "parameters")
 
 
-def layouts(job: Job, model: ModelSpec, hardware: Hardware, *, runnable: bool = False) -> list[Layout]:
+def layouts(job: Job, model: ModelSpec, hardware: Hardware) -> list[Layout]:
     """Every legal layout of the request, simplest first. Raises InputError with all problems when there is none."""
     found, refused = [], []
-    for layout in _meshes(job.layout, hardware, runnable=runnable):
+    for layout in _meshes(job.layout, hardware):
         wrong = problems(model, layout, job.batch)
         refused += wrong
         found += [] if wrong else [layout]
@@ -38,7 +36,7 @@ def policies(layout: Layout, job: Job, *, lean: bool = False) -> Iterator[Policy
     """The policies of one layout; `lean` gives only the one that takes least memory."""
     asked, accum = job.layout, grad_accum(layout, job.batch)
     recomputes = ("none", "full") if asked.activation_checkpointing == "auto" else (asked.activation_checkpointing,)
-    timings = [t for t in _timings(layout.shard, accum) if asked.reshard_after_forward in ("auto", t[0])]
+    timings = [t for t in _timings(layout, accum) if asked.reshard_after_forward in ("auto", t[0])]
     if lean:
         recomputes, timings = recomputes[-1:], timings[:1]
     for recompute, (reshard, keep, reduce) in itertools.product(recomputes, timings):
@@ -52,22 +50,24 @@ def described(layout: Layout, policy: Policy) -> dict[str, Any]:
     return {"strategy": layout.strategy, **mesh, "edp": layout.mesh.edp, **whole, **asdict(policy)}
 
 
-def _timings(shard: Shard, accum: int) -> list[tuple[bool, bool, Any]]:
-    """(reshard, keep gathered, reduce) from least memory to most. Only full shard has a choice: elsewhere nothing is gathered, DDP and ZeRO-1
-    accumulate in whole gradients anyway, and ZeRO-2 has none to accumulate in."""
-    if shard != "parameters":
-        return [(True, False, "each" if shard == "gradients" and accum > 1 else "once")]
-    reduces = ("each", "once") if accum > 1 else ("once",)
+def _timings(layout: Layout, accum: int) -> list[tuple[bool, bool, Any]]:
+    """(reshard, keep gathered, reduce) from least memory to most. Only full shard has a choice: DDP accumulates in whole gradients, ZeRO-1 and
+    ZeRO-2 keep whole weights over a step, and ZeRO-2 has no whole gradient to accumulate in."""
+    each = "each" if accum > 1 else "once"
+    if layout.shard != "parameters":
+        return {"none": [(True, False, "once")], "optimizer": [(False, True, "once")], "gradients": [(False, True, each)]}[layout.shard]
+    # Over copies of the model, only what a node has summed and cut need cross between nodes, once.
+    reduces = ("once",) if accum == 1 else ("node", "once") if layout.mesh.dp_replicate > 1 else ("each", "once")
     gathers = [(True, False), (False, False)] + ([(False, True)] if accum > 1 else [])
     return [(*gather, reduce) for reduce in reduces for gather in gathers]
 
 
-def _meshes(asked: LayoutRequest, hardware: Hardware, *, runnable: bool) -> Iterator[Layout]:
+def _meshes(asked: LayoutRequest, hardware: Hardware) -> Iterator[Layout]:
     """The layouts of the request before anyone asks whether the model allows them."""
     data = _data_degree(asked, hardware)
     others = {"pp": asked.pipeline, "cp": asked.context, "tp": asked.tensor, "ep": asked.expert}
-    for shard in _shards(asked, data, runnable=runnable):
-        for copies in _copies(shard, asked, data, hardware, runnable=runnable):
+    for shard in _shards(asked, data):
+        for copies in _copies(shard, asked, data, hardware):
             mesh = {"dp_replicate": copies, "dp_shard": data // copies}
             # Experts need dp_shard, cp or tp to live on: where a strategy leaves none, it cannot carry them.
             if (data // copies * asked.context * asked.tensor) % asked.expert == 0 or asked.shard != "auto":
@@ -88,21 +88,21 @@ def _data_degree(asked: LayoutRequest, hardware: Hardware) -> int:
     return data
 
 
-def _shards(asked: LayoutRequest, data: int, *, runnable: bool) -> tuple[Shard, ...]:
+def _shards(asked: LayoutRequest, data: int) -> tuple[Shard, ...]:
     if asked.shard != "auto":
         return (asked.shard,)
     if data * asked.context == 1:
         return ("none",)
     if (asked.replicate or 1) > 1:
         return ("parameters",)
-    return _RUNNABLE if runnable else _SHARDS
+    return _SHARDS
 
 
-def _copies(shard: Shard, asked: LayoutRequest, data: int, hardware: Hardware, *, runnable: bool) -> list[int]:
+def _copies(shard: Shard, asked: LayoutRequest, data: int, hardware: Hardware) -> list[int]:
     """Degrees of dp_replicate: all of the data axis when nothing is cut; for full shard one, and one copy a node (hybrid)."""
     if shard == "none":
         return [data]
-    if shard != "parameters" or asked.replicate or runnable:
+    if shard != "parameters" or asked.replicate:
         return [asked.replicate or 1]
     nodes = hardware.num_nodes
     return [1, nodes] if nodes > 1 and data % nodes == 0 and data > nodes else [1]

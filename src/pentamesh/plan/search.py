@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from pentamesh.cost.holding import Holding
 from pentamesh.cost.predict import Prediction, predict
-from pentamesh.errors import InputError, Problem
-from pentamesh.job.combinations import untrainable
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Job
 from pentamesh.job.precision import PRECISIONS
@@ -25,7 +23,6 @@ __all__ = ["CLOSE", "judged", "plan"]
 CLOSE = 0.05
 _SIMPLEST_FIRST = ("ddp", "zero1", "zero2", "full_shard", "hybrid_shard", "multi_axis")
 _BEST_FIRST = ("fits", "at_risk", "does_not_fit")
-_PLANNED_ONLY = ("method", "precision", "layout.shard", "layout.replicate", "layout.tensor", "layout.pipeline", "layout.context", "layout.expert")
 
 
 def plan(
@@ -33,18 +30,15 @@ def plan(
     model: ModelSpec,
     hardware: Hardware,
     *,
-    runnable: bool = False,
     overrides: dict[str, str] | None = None,
     parent: str | None = None,
 ) -> Plan:
     """The judged and chosen layout of `job`; what the request fixes is judged as it is, the rest is chosen.
 
-    `runnable` leaves out what the trainer does not run. When nothing fits, the plan is the best attempt, with the changes that would fit.
+    When nothing fits, the plan is the best attempt, with the changes that would fit.
     Raises InputError when the request cannot be laid out at all.
     """
-    if runnable:
-        _check_runnable(job)
-    found = list(judged(job, model, hardware, runnable=runnable))
+    found = list(judged(job, model, hardware))
     chosen = _choose(found)
     fits = chosen.verdict != "does_not_fit"
     return Plan(
@@ -69,19 +63,13 @@ def plan(
     )
 
 
-def judged(job: Job, model: ModelSpec, hardware: Hardware, *, runnable: bool = False, lean: bool = False) -> Iterator[Prediction]:
+def judged(job: Job, model: ModelSpec, hardware: Hardware, *, lean: bool = False) -> Iterator[Prediction]:
     """Every candidate of the request, judged."""
     precision = PRECISIONS[job.precision]
-    for layout in layouts(job, model, hardware, runnable=runnable):
+    for layout in layouts(job, model, hardware):
         held = Holding(model, layout, job.method)
         for policy in policies(layout, job, lean=lean):
             yield predict(held, policy, precision, job.batch, hardware)
-
-
-def _check_runnable(job: Job) -> None:
-    wrong = [Problem(c.what, c.keys[0], c.hint) for c in untrainable(job) if c.keys[0] in _PLANNED_ONLY]
-    if wrong:
-        raise InputError(*wrong)
 
 
 def _choose(found: list[Prediction]) -> Prediction:
@@ -116,4 +104,8 @@ def _alternatives(chosen: Prediction, found: list[Prediction]) -> tuple[Alternat
 def _facts(model: ModelSpec) -> dict[str, object]:
     """What a plan tells about its model: every number but the tensors."""
     kept = ("name", "family", "hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "tied", "max_positions")
-    return {key: getattr(model, key) for key in kept} | {"num_parameters": model.num_parameters, "notes": list(model.notes)}
+    return {key: getattr(model, key) for key in kept} | {
+        "num_parameters": model.num_parameters,
+        "active_parameters": model.active_parameters,
+        "notes": list(model.notes),
+    }

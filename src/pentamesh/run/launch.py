@@ -18,7 +18,9 @@ from pentamesh.errors import DoesNotFit, Drift, InputError, PentameshError, Prob
 from pentamesh.job.hardware import Hardware, read_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.read import check_trainable, read_job
+from pentamesh.model.families import generic
 from pentamesh.model.read import read_model
+from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as make_plan
 from pentamesh.run.folder import RunFolder
@@ -27,9 +29,6 @@ from pentamesh.run.worker import LAUNCHED, work
 from pentamesh.units import format_bytes
 
 __all__ = ["keep", "located", "planned", "train"]
-
-
-_RUNNABLE = ("ddp", "full_shard")
 
 
 def train(target: Path, overrides: Sequence[str], options: Options, *, even_so: bool = False) -> int:
@@ -52,17 +51,24 @@ def planned(target: Path, overrides: Sequence[str]) -> Plan:
         plan = Plan.read(target)
         check_trainable(plan.job, str(target))
         _check_runnable(plan, str(target))
+        _model(plan.job, target)
         return replace(plan, job=located(plan.job, target))
     job, recorded = read_job(target, overrides)
     check_trainable(job, str(target))
+    return make_plan(located(job, target), _model(job, target), _hardware(job), overrides=recorded)
+
+
+def _model(job: Job, target: Path) -> ModelSpec:
+    """The model of a job. Raises InputError for one that is planned but not trained yet."""
     model = read_model(job.model.name, target.parent, job.model.revision)
-    return make_plan(located(job, target), model, _hardware(job), runnable=True, overrides=recorded)
+    generic.check_trainable(model, job.method, str(target))
+    return model
 
 
 def _check_runnable(plan: Plan, where: str) -> None:
     """Raises InputError for a layout that is planned but not trained yet."""
-    if plan.strategy not in _RUNNABLE:
-        raise InputError(f"{plan.strategy} ({plan.layout.mesh}) is planned but not trained yet", where=where, hint=f"{' and '.join(_RUNNABLE)} are")
+    if plan.strategy == "multi_axis":
+        raise InputError(f"{plan.layout.mesh} is planned but not trained yet", where=where, hint="the data axes are: make the other degrees 1")
 
 
 def located(job: Job, target: Path) -> Job:
