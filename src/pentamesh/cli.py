@@ -302,6 +302,53 @@ def explain_strategies(
     _show(strategies(_model(model), _counts(gpus), _precision(precision)), as_json)
 
 
+@explain_app.command("communication")
+def explain_communication(
+    model: Annotated[str, typer.Argument(help="The name or folder of a model.")] = "llama-3.1-70b",
+    gbps: Annotated[str, typer.Option(help="Rates of a NIC in Gb/s, with commas.")] = "100,200,400",
+    as_json: AsJson = False,
+) -> None:
+    """What data parallelism sends by strategy: per rank, per node and per NIC, beside the payload that people count.
+
+    Example: `pentamesh explain communication llama-3.1-405b --gbps 400,800`
+    """
+    from pentamesh.plan.budget import communication
+
+    _show(communication(_model(model), _counts(gbps)), as_json)
+
+
+@explain_app.command("tensor")
+def explain_tensor(
+    model: Annotated[str, typer.Argument(help="The name or folder of a model.")] = "llama-3.1-70b",
+    degree: Annotated[int, typer.Option(min=2, help="Tensor-parallel degree.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch.")] = 4096,
+    as_json: AsJson = False,
+) -> None:
+    """What tensor parallelism sends for one micro-batch, and what that takes over NVLink and PCIe.
+
+    Example: `pentamesh explain tensor llama-3.1-70b --degree 8`
+    """
+    from pentamesh.plan.budget import tensor
+
+    _show(tensor(_model(model), degree, tokens), as_json)
+
+
+@explain_app.command("axes")
+def explain_axes(
+    model: Annotated[str, typer.Argument(help="The name or folder of a model.")] = "llama-3.1-8b",
+    degree: Annotated[int, typer.Option(min=2, help="Degree of each axis in turn.")] = 8,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
+    as_json: AsJson = False,
+) -> None:
+    """What each axis cuts, how often it speaks and how much it says in one micro-batch, each axis alone.
+
+    Example: `pentamesh explain axes llama-3.1-70b --degree 8`
+    """
+    from pentamesh.plan.budget import axes
+
+    _show(axes(_model(model), degree, seq_len), as_json)
+
+
 @explain_app.command("keys")
 def explain_keys(as_json: AsJson = False) -> None:
     """Every key of a job file, with its default and meaning."""

@@ -14,7 +14,7 @@ from pentamesh.job.hardware import Hardware
 from pentamesh.layout.mesh import Mesh
 from pentamesh.layout.moves import Move
 
-__all__ = ["Group", "group", "link_name", "seconds"]
+__all__ = ["Group", "group", "link_name", "node_wire_bytes", "seconds"]
 
 # Share of a nominal link that rings reach inside a node: 235 of 300 (A100), 368 of 450 (H200), 682 of 900 GB/s (B200).
 # Source: stas00/ml-engineering network/README.md; Azure/AI-benchmarking-guide, Azure_Results.
@@ -57,7 +57,7 @@ def seconds(move: Move, ranks: Group, hardware: Hardware) -> float:
         return _steps(move) * hardware.intra.latency_s + inside
     if hardware.inter is None:
         raise ValueError("a group of several nodes needs a fabric")
-    between = _node_wire_bytes(move, ranks) / (hardware.inter.bytes_per_s * hardware.nics_per_node * NIC_PLATEAU)
+    between = node_wire_bytes(move, ranks) / (hardware.inter.bytes_per_s * hardware.nics_per_node * NIC_PLATEAU)
     return _steps(move) * hardware.inter.latency_s + max(inside, between)
 
 
@@ -80,7 +80,7 @@ def _intra_bytes_per_s(kind: str, per_node: int, hardware: Hardware) -> float:
     return link.bytes_per_s * (1.0 if link.measured else RING_PLATEAU)
 
 
-def _node_wire_bytes(move: Move, ranks: Group) -> float:
+def node_wire_bytes(move: Move, ranks: Group) -> float:
     """Bytes that leave one node through its NICs, of all concurrent groups.
 
     An all-reduce is hierarchical: reduced inside the node first, 2 (k - 1) / k of the buffer cross for k nodes. Gathers and scatters go

@@ -147,21 +147,30 @@ def _activations(model: ModelSpec, layout: Layout, policy: Policy, precision: Pr
     times = policy.grad_accum
     again = times if policy.recompute == "full" else 0
     stream = activation("residual", model, layout, policy.micro_batch, seq, ("hidden",))
-    sublayers = [s for s in model.sublayers if s.layer % mesh.pp == 0] if mesh.pp > 1 else list(model.sublayers)
+    sublayers = [s for s in model.sublayers if s.layer % mesh.pp == 0]
     for sublayer in sublayers:
-        entry = crossing(split(stream, Role.CARRY, layout), split(stream, Role.USE, layout), itemsize)
-        leaves = crossing(split(stream, Role.USE, layout), split(stream, Role.CARRY, layout), itemsize, ("tp",) if mesh.tp > 1 else ())
-        yield from _both_ways(entry, times, again)
-        yield from _both_ways(leaves, times, again)
-        if mesh.tp > 1 and not layout.sequence_parallel:
-            # The entry is a copy forward; backward, every tensor rank holds a part of the gradient of the same stream.
-            yield from _backward(leaves, times)
+        yield from _boundary(stream, layout, itemsize, times, again)
         if sublayer.kind == "attention":
             yield from _attention(model, layout, policy, itemsize, seq)
+    if mesh.pp == 1:
+        # The embedding leaves onto the stream and the head enters from it, as a block does; they are never computed again.
+        yield from _boundary(stream, layout, itemsize, times, 0)
     if mesh.pp > 1:
         message = split(stream, Role.CARRY, layout).max_local_numel * itemsize
         yield Crossing("forward", Move("send", ("pp",), mesh.pp, message), times)
         yield Crossing("backward", Move("send", ("pp",), mesh.pp, message), times)
+
+
+def _boundary(stream: TensorSpec, layout: Layout, itemsize: int, times: int, again: int) -> Iterator[Crossing]:
+    """Entering a block from the residual stream and leaving it: one crossing each, whatever number of projections lies between."""
+    tp = ("tp",) if layout.mesh.tp > 1 else ()
+    carry, use = split(stream, Role.CARRY, layout), split(stream, Role.USE, layout)
+    leaves = crossing(use, carry, itemsize, tp)
+    yield from _both_ways(crossing(carry, use, itemsize), times, again)
+    yield from _both_ways(leaves, times, again)
+    if tp and not layout.sequence_parallel:
+        # The entry is a copy forward; backward, every tensor rank holds a part of the gradient of the same stream.
+        yield from _backward(leaves, times)
 
 
 def _attention(model: ModelSpec, layout: Layout, policy: Policy, itemsize: int, seq: int) -> Iterator[Crossing]:

@@ -24,12 +24,14 @@ _SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
 
 @dataclass(frozen=True)
 class Table:
-    """A table to show or to write as JSON: what it is, its columns and rows, and notes beneath."""
+    """A table to show or to write as JSON: what it is, its columns and rows, and notes beneath. Numbers are bytes, or seconds in the columns
+    that `seconds` names."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
     notes: tuple[str, ...] = ()
+    seconds: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]

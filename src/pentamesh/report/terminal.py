@@ -45,15 +45,21 @@ def show_plan(plan: Plan, stream: TextIO | None = None) -> None:
 
 
 def show_table(explained: Explained, stream: TextIO | None = None) -> None:
-    """Print a table of `explain`; numbers of bytes in people's units."""
+    """Print a table of `explain`; bytes and seconds in people's units."""
     console = _console(stream)
     console.print(Text(explained.title, style=_TITLE))
     table = _table(*explained.columns)
     for row in explained.rows:
-        table.add_row(*(Text(format_bytes(cell) if isinstance(cell, (int, float)) else str(cell)) for cell in row))
+        table.add_row(*(Text(_cell(cell, column in explained.seconds)) for column, cell in zip(explained.columns, row, strict=True)))
     console.print(table)
     for note in _bullets(explained.notes):
         console.print(note)
+
+
+def _cell(cell: object, is_time: bool) -> str:
+    if not isinstance(cell, (int, float)):
+        return "" if cell is None else str(cell)
+    return format_seconds(cell) if is_time else format_bytes(cell)
 
 
 def _console(stream: TextIO | None) -> Console:
@@ -74,6 +80,9 @@ def _head(plan: Plan) -> Iterator[RenderableType]:
     yield from _bullets(plan.reasons)
 
 
+_REDUCED = {"once": "once a step", "each": "each micro-batch", "node": "in the node each micro-batch, between nodes once a step"}
+
+
 def _layout(plan: Plan) -> str:
     """`dp_shard 8, blocks recomputed, gathered again for backward, reduced each micro-batch`."""
     policy, said = plan.policy, [str(plan.layout.mesh)]
@@ -82,7 +91,7 @@ def _layout(plan: Plan) -> str:
         gathered = "gathered once a step" if policy.keep_gathered else "gathered again for backward" if policy.reshard else "gathered until backward"
         said.append(f"parameters {gathered}")
     if policy.grad_accum > 1 and plan.layout.mesh.num_ranks > 1:
-        said.append("gradients reduced " + ("once a step" if policy.reduce == "once" else "each micro-batch"))
+        said.append("gradients reduced " + _REDUCED[policy.reduce])
     return ", ".join(said)
 
 
