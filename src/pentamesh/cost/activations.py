@@ -1,7 +1,8 @@
 """What autograd keeps of a forward pass: an explicit list of saved tensors, each with named dims, so that `split` says what a rank holds.
 
 The lists are those of transformers' modules run eagerly with scaled-dot-product attention: for Llama, Mistral, Qwen2 and Qwen3 blocks they
-equal, to the byte, what saved-tensor hooks record (tests/cost/test_activations.py). Fused kernels save less.
+equal, to the byte, what saved-tensor hooks record (tests/cost/test_activations.py). Fused kernels save less. What blocks of other families keep
+is estimated from the widths of their tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pentamesh.layout.mesh import DATA_AXES, Layout
 from pentamesh.layout.split import split
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
-from pentamesh.model.spec import ModelSpec
+from pentamesh.model.spec import Kept, ModelSpec
 
 __all__ = ["Saved", "block", "block_input", "head", "local_bytes", "local_tokens", "logits"]
 
@@ -58,8 +59,10 @@ class _Shapes:
 
 
 def block(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str) -> tuple[Saved, ...]:
-    """What one block keeps between its forward and its backward."""
+    """What one block keeps between its forward and its backward; of a model of no described family an estimate of its mean block."""
     shapes, size = _Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
+    if model.kept is not None:
+        return _estimated(model.kept, shapes, size)
     return (*_norm("input_norm", shapes, size), *_attention(shapes, size), *_norm("post_norm", shapes, size), *_mlp(shapes, size))
 
 
@@ -123,6 +126,17 @@ def _attention(shapes: _Shapes, size: int) -> Iterator[Saved]:
     yield Saved("values", shapes(shapes.kv), Role.USE, size)
     yield Saved("attention output", shapes(shapes.q), Role.USE, size)
     yield Saved("log-sum-exp", shapes(Dim("heads", shapes.model.num_heads)), Role.USE, _FLOAT32)
+
+
+def _estimated(kept: Kept, shapes: _Shapes, size: int) -> tuple[Saved, ...]:
+    """By widths alone: what matmuls read and write, norms as `_norm` lists them, and the log-sum-exp of attention."""
+    matmuls, norms, heads = Dim("matmuls", kept.by_matmuls), Dim("norms", kept.by_norms), Dim("heads", shapes.model.num_heads)
+    return (
+        Saved("beside matmuls", shapes(matmuls), Role.USE, size),
+        Saved("norm inputs in float32", shapes(norms), Role.CARRY, max(_FLOAT32, size)),
+        Saved("norms normalised and out", shapes(norms), Role.CARRY, 2 * size),
+        Saved("log-sum-exp", shapes(heads), Role.USE, _FLOAT32),
+    )
 
 
 def _mlp(shapes: _Shapes, size: int) -> Iterator[Saved]:

@@ -90,8 +90,8 @@ def _blocks_s(held: Holding, precision: Precision, batch: Batch, device: Device)
     mesh, model, reach = held.layout.mesh, held.model, EFFICIENCY[device.kind]
     tokens = activations.local_tokens(held.layout, batch.micro_batch, batch.seq_len)
     share = held.stage_num_layers(0) / model.num_layers / mesh.tp
-    head = sum(t.numel for t in model.tensors if t.kind == "matmul" and not t.unit)
-    attention = 12 * model.num_layers * batch.seq_len * model.num_heads * model.head_dim
+    head = sum(t.met_numel for t in model.tensors if t.kind == "matmul" and not t.unit)
+    attention = model.attention_flop_per_token(batch.seq_len)
     matmul = flop_per_token(held, batch.seq_len) - attention - 6 * head
     peak = peak_flop_per_s(device, precision)
     saved = activations.local_bytes(activations.block(model, held.layout, batch.micro_batch, batch.seq_len, precision.compute), held.layout)

@@ -73,7 +73,7 @@ def adapters(model: ModelSpec) -> ModelSpec:
         stem = t.name.removesuffix(".weight")
         return [replace(t, name=f"{stem}.lora_A.weight", dims=(rank, into)), replace(t, name=f"{stem}.lora_B.weight", dims=(out, rank))]
 
-    projections = [t for t in model.parameters if t.kind == "matmul" and t.unit and len(t.dims) == 2]
+    projections = [t for t in model.parameters if t.kind == "matmul" and t.unit and t.met[0] and len(t.dims) == 2]
     return replace(model, tensors=tuple(a for t in projections for a in pair(t)))
 
 
@@ -153,7 +153,7 @@ class Holding:
     @cached_property
     def head_numel(self) -> int:
         """Elements of the head as it is used, tied or not."""
-        return sum(split(t, Role.USE, self.layout).max_local_numel for t in self.model.tensors if t.kind == "matmul" and not t.unit)
+        return sum(split(t, Role.USE, self.layout).max_local_numel for t in self.model.tensors if t.kind == "matmul" and not t.unit and t.met[0])
 
     @cached_property
     def largest_tensor_numel(self) -> int:

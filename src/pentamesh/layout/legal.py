@@ -102,7 +102,7 @@ def _sequence(asked: _Asked) -> Iterator[Problem]:
             "batch.seq_len",
             f"use seq_len = {_listed(n for n in (below + unit, below) if n)}",
         )
-    if mesh.cp > 1 and asked.layout.context == "ulysses" and asked.model.num_kv_heads % (mesh.cp * mesh.tp):
+    if mesh.cp > 1 and asked.layout.context == "ulysses" and asked.model.family != "generic" and asked.model.num_kv_heads % (mesh.cp * mesh.tp):
         yield Problem(
             f"context x tensor = {mesh.cp * mesh.tp} does not divide kv_heads = {asked.model.num_kv_heads}, over which Ulysses exchanges",
             f"layout.context    {_first(asked, 'kv_heads')}",

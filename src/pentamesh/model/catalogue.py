@@ -1,10 +1,12 @@
-"""Catalogue: the sizes of published models, known without a network. Facts are in `catalogue.json`, found by full or short name here."""
+"""Catalogue: the sizes of published models, known without a network. Configs are in `catalogue.json`, found by full or short name here; the
+tensors of those that no family describes are in `facts/`, one file a model, read when asked for (`pentamesh.model.traced`)."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -19,7 +21,8 @@ class Entry:
 
     variants     other published models of the same sizes (instruction-tuned ones, mostly)
     unpublished  names that people use and no repository has
-    config       its config.json in transformers 5's spelling; token ids and dtype only where the source has them
+    config       its config.json, of described families in transformers 5's spelling; token ids and dtype only where the source has them
+    note         what of the published model is not in it
     """
 
     id: str
@@ -29,6 +32,7 @@ class Entry:
     licence: str
     source: str
     config: dict[str, Any]
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,15 +67,19 @@ def nearest(name: str) -> str:
 def _by_name() -> dict[str, Found]:
     found: dict[str, Found] = {}
     for entry in entries():
-        unpublished = [Found(entry, entry.id, (f"{name} is not published: {entry.id} is meant",)) for name in entry.unpublished]
-        variants = [
-            Found(entry, name, (f"{name} has the sizes of {entry.id}; other values of its config.json may differ",)) for name in entry.variants
-        ]
-        names = zip((entry.id, *entry.variants, *entry.unpublished), (Found(entry, entry.id), *variants, *unpublished), strict=True)
-        for name, meant in names:
+        for meant, name in _meant(entry):
             for spelling in _spellings(name):
                 found.setdefault(spelling, meant)
     return found
+
+
+def _meant(entry: Entry) -> Iterator[tuple[Found, str]]:
+    """What each name of an entry stands for."""
+    yield Found(entry, entry.id), entry.id
+    for name in entry.variants:
+        yield Found(entry, name, (f"{name} has the sizes of {entry.id}; other values of its config.json may differ",)), name
+    for name in entry.unpublished:
+        yield Found(entry, entry.id, (f"{name} is not published: {entry.id} is meant",)), name
 
 
 def _spellings(name: str) -> tuple[str, ...]:

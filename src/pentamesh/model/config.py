@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from pentamesh.errors import InputError, Problem
 from pentamesh.model.families import FAMILIES
 
-__all__ = ["canonical", "check", "parse_config", "read_config"]
+__all__ = ["BUILT_AS", "as_built", "canonical", "check", "parse_config", "read_config"]
 
 # A config.json is a few kB; what is larger is something else under that name.
 MAX_CONFIG_BYTES = 4 * 2**20
@@ -24,6 +25,9 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
+
+# Names of architectures that are another's under a name of their own, for which transformers has no class.
+BUILT_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def read_config(path: Path, within: Path | None = None) -> dict[str, Any]:
@@ -77,6 +81,12 @@ def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def as_built(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of modules whose family is not described, in its own spelling: without code, and as if its files were not quantised."""
+    kept = {key: value for key, value in config.items() if key not in ("auto_map", "quantization_config")}
+    return kept | {"model_type": BUILT_AS.get(config["model_type"], config["model_type"])}
+
+
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     parts = [part for key in ("rope_scaling", "rope_parameters") if isinstance(part := config.get(key), dict)]
     rope = {("rope_type" if key == "type" else key): value for part in parts for key, value in part.items()}
@@ -86,16 +96,19 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(config: Mapping[str, Any], where: str) -> None:
-    """Raises InputError with everything that keeps a config from describing a model of a known family."""
+    """Raises InputError with everything that keeps a config from describing a model: of a known family all of it, of others their depth."""
     if problems := [Problem(what, f"{where} {key}".strip(), hint) for key, what, hint in _faults(config)]:
         raise InputError(*problems)
 
 
 def _faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        said = "there is no model_type" if model_type is None else f"model_type = {model_type!r} is of no described family"
-        yield "model_type", said, f"described are {', '.join(FAMILIES)}; other architectures come later, on the data axes"
+    if not isinstance(model_type, str):
+        said = "there is no model_type" if model_type is None else f"model_type = {model_type!r} is not a name"
+        yield "model_type", said, f"it names the architecture: {', '.join(FAMILIES)}, or any that transformers knows"
+        return
+    if model_type not in FAMILIES:
+        yield from _too_deep(config)
         return
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method", "some method") if isinstance(quantized, dict) else quantized
@@ -113,6 +126,15 @@ def _faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield key, f"{key} = {config[key]!r} is neither true nor false", "fetch the config.json again"
     if not bad:
         yield from _inconsistent({**optional, **sizes})
+
+
+def _too_deep(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Numbers of layers, by whatever name and in whichever part of a config, that would take a helper's memory before they mean anything."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _too_deep(value)
+        elif re.search(r"layers?$|^depth$", key) and isinstance(value, int) and value > MAX_LAYERS:
+            yield key, f"{key} = {value} is more than {MAX_LAYERS:,}", "mend the number of layers"
 
 
 def _is_count(value: Any) -> bool:

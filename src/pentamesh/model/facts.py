@@ -16,18 +16,13 @@ from pentamesh.errors import InputError
 from pentamesh.model.dims import Acts, Dim, TensorSpec
 from pentamesh.model.roles import Role
 
-__all__ = ["SCHEMA", "VERSION", "Facts", "fingerprint", "read_facts", "without_code"]
+__all__ = ["SCHEMA", "VERSION", "Facts", "fingerprint", "read_facts"]
 
 SCHEMA, VERSION = "pentamesh.facts", 1
 # Whatever a parameter does, it meets tokens of a batch: its gradient is a partial sum over the data axes.
 _ACTS = Acts(Role.USE, ("batch", "seq"))
-# Code that comes with a model is never run, and how its files store weights says nothing about its modules.
-_NOT_OURS = ("auto_map", "quantization_config")
 # What a config.json says beside the shapes of its tensors; all other keys count.
-_INERT = frozenset(
-    (*_NOT_OURS, "_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range", "pad_token_id", "bos_token_id")
-    + ("eos_token_id", "max_length", "temperature", "top_p", "do_sample", "id2label", "label2id")
-)
+_INERT = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id"}
 
 
 @dataclass(frozen=True)
@@ -45,11 +40,6 @@ class Facts:
     windows: tuple[int | None, ...]
     tensors: tuple[TensorSpec, ...]
     untrainable: str
-
-
-def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the modules alone: without code of its own, and as if its weights were not quantised."""
-    return {key: value for key, value in config.items() if key not in _NOT_OURS}
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:

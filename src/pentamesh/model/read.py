@@ -10,9 +10,10 @@ from typing import Any
 
 from pentamesh.errors import InputError
 from pentamesh.model import catalogue
-from pentamesh.model.config import canonical, check, parse_config, read_config
-from pentamesh.model.families import describe
+from pentamesh.model.config import BUILT_AS, as_built, canonical, check, parse_config, read_config
+from pentamesh.model.families import describe, generic
 from pentamesh.model.spec import ModelSpec
+from pentamesh.model.traced import facts_of
 
 __all__ = ["cached_config", "hub_cache", "read_model"]
 
@@ -41,7 +42,7 @@ def read_model(name: str, base: Path | None = None, revision: str | None = None)
         return _spec(read_config(cached, within=repository), published, str(cached), notes)
     if found:
         said = (f"revision {revision} was not looked at: the sizes are the catalogue's",) if revision else ()
-        return _spec(found.entry.config, published, f"the catalogue's {found.entry.id}", (*found.notes, *said))
+        return _spec(found.entry.config, published, f"the catalogue's {found.entry.id}", (*found.notes, *filter(None, [found.entry.note]), *said))
     return _of_hub(name, revision)
 
 
@@ -66,11 +67,21 @@ def _root(folder: Path) -> Path:
 
 def _spec(config: dict[str, Any], name: str, where: str, notes: tuple[str, ...] = ()) -> ModelSpec:
     check(config, where)
-    spec = describe(canonical(config), name)
-    assert spec is not None, "check lets only described families pass"
+    spec = describe(canonical(config), name) or _undescribed(config, name, where)
     if "auto_map" in config:
         notes = (*notes, "auto_map is left out: code that comes with a model is never run")
     return replace(spec, notes=(*spec.notes, *notes))
+
+
+def _undescribed(config: dict[str, Any], name: str, where: str) -> ModelSpec:
+    """A model of no described family: its config in its own spelling, its tensors as transformers builds them."""
+    built_as = BUILT_AS.get(config["model_type"])
+    spec = generic.describe(facts_of(found := as_built(config), where), found, name)
+    said = (f"{config['model_type']} is built as {built_as}",) if built_as else ()
+    if config.get("quantization_config"):
+        said = (*said, "its files hold quantised weights: it is planned as if they were not")
+        spec = replace(spec, untrainable="its files hold quantised weights")
+    return replace(spec, notes=(*spec.notes, *said))
 
 
 def hub_cache() -> Path:

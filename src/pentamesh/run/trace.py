@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from pentamesh.model.facts import SCHEMA, VERSION, without_code
+from pentamesh.model.config import as_built
+from pentamesh.model.facts import SCHEMA, VERSION
 
 __all__ = ["on_meta", "traced"]
 
@@ -29,12 +31,12 @@ __all__ = ["on_meta", "traced"]
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "num_experts_per_token")
 EVERY = (1, 1)
 # Values of `layer_types` whose cost grows with the tokens, not with their square.
-NO_SOFTMAX = ("linear_attention", "mamba", "conv", "recurrent", "moe")
+NO_SOFTMAX = ("linear_attention", "conv", "moe")
 
 
 def on_meta(config: dict[str, Any]) -> PreTrainedModel:
     """The modules that a config.json describes, on the meta device: with its other towers where it names the class that has them."""
-    built_as = AutoConfig.for_model(**without_code(config))
+    built_as = AutoConfig.for_model(**deepcopy(as_built(config)))  # it writes into the mappings it is given
     whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config["model_type"])
     auto = AutoModelForImageTextToText if whole in (config.get("architectures") or ()) else AutoModelForCausalLM
     with torch.device("meta"):

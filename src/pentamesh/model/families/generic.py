@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from pentamesh.errors import InputError
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.facts import Facts
 from pentamesh.model.spec import Kept, ModelSpec
 
-__all__ = ["describe", "kept"]
+__all__ = ["check_trainable", "describe", "kept"]
 
 NOTE = "is of no described family: it is planned on the data axes, and its activations are estimated from the widths of its matmuls"
 
@@ -18,7 +19,6 @@ NOTE = "is of no described family: it is planned on the data axes, and its activ
 def describe(facts: Facts, config: dict[str, Any], name: str) -> ModelSpec:
     """The spec of a model by its facts; `notes` says what is approximate, `untrainable` what the trainer cannot do with it."""
     sizes = facts.sizes
-    quantised = "its files hold quantised weights" if config.get("quantization_config") else ""
     return ModelSpec(
         name=name,
         family="generic",
@@ -36,8 +36,18 @@ def describe(facts: Facts, config: dict[str, Any], name: str) -> ModelSpec:
         notes=(f"{facts.builds} {NOTE}; tensors are those of transformers {facts.transformers}",),
         windows=facts.windows,
         kept=kept(facts.tensors, sizes),
-        untrainable=quantised or facts.untrainable,
+        untrainable=facts.untrainable,
     )
+
+
+def check_trainable(model: ModelSpec, method: str, where: str) -> None:
+    """Raises InputError for a model that is planned but cannot be trained, or not by this method."""
+    if model.untrainable:
+        what = f"{model.name} is planned but not trained yet: {model.untrainable}"
+        raise InputError(what, where=f"{where} model.name", hint="`pentamesh plan` judges it; described families train")
+    if model.family == "generic" and method == "pretrain":
+        what = f"{model.name} is of no described family: what its weights start from is not known here"
+        raise InputError(what, where=f"{where} method", hint="use method: full, from published weights")
 
 
 def kept(tensors: Iterable[TensorSpec], sizes: dict[str, int]) -> Kept:

@@ -1,0 +1,52 @@
+"""A model of no described family trains on the data axes as on one process: float64, 1e-10, and by the predicted collectives."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import pytest
+
+from pentamesh.layout.policy import Policy
+from pentamesh.model.facts import read_facts
+from pentamesh.model.families import generic
+from pentamesh.model.spec import ModelSpec
+from pentamesh.run.ledger import differences
+from pentamesh.run.trace import traced
+from pentamesh.run.verify import Trial, compare, outcome, predicted_ledger
+from pentamesh.run.worlds import run_world
+from tests.model.undescribed import TOYS
+from tests.proof.toys import layout
+
+
+@dataclass(frozen=True)
+class Undescribed(Trial):
+    """A trial of a model that is known by its facts alone."""
+
+    @cached_property
+    def model(self) -> ModelSpec:
+        return generic.describe(read_facts(json.dumps(traced(self.config)), "toy"), self.config, "toy")
+
+
+def trial(toy: str, strategy: str, grad_accum: int) -> Undescribed:
+    return Undescribed(TOYS[toy], layout(strategy, 4), Policy(2, grad_accum), global_batch=8 * grad_accum)
+
+
+CASES = [("gemma3_text", "ddp", 4), ("gemma3_text", "full_shard", 4), ("phi3", "full_shard", 1), ("glm4", "hybrid_shard", 4), ("phi", "ddp", 1)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_float64(case: tuple[str, str, int]) -> None:
+    assert not trial(*case).model.untrainable
+    errors = compare(trial(*case))
+    assert max(errors.values()) < 1e-10, errors
+
+
+@pytest.mark.parametrize("toy", ["gemma3_text", "phi3"])
+def test_full_shard_moves_what_is_predicted(toy: str) -> None:
+    wanted = replace(trial(toy, "full_shard", 4), num_steps=4)
+    predicted = predicted_ledger(wanted)
+    for found in run_world(outcome, 4, wanted):
+        assert not found.split_errors
+        assert not differences(predicted, found.ledger)

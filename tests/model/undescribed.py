@@ -1,0 +1,33 @@
+"""Toy configs of architectures that no family describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 90,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.05,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = SMALL | {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
+TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+TOYS: dict[str, dict[str, Any]] = {
+    "gemma2": SMALL | {"model_type": "gemma2", "query_pre_attn_scalar": 16, "sliding_window": 8, "layer_types": TYPES},
+    "gemma3_text": SMALL | {"model_type": "gemma3_text", "query_pre_attn_scalar": 16, "sliding_window": 8, "layer_types": TYPES},
+    "glm4": SMALL | {"model_type": "glm4"},
+    "phi3": SMALL | {"model_type": "phi3", "head_dim": 12, "hidden_size": 48},
+    "phi": SMALL | {"model_type": "phi", "head_dim": 12, "num_key_value_heads": 4},
+    "mixtral": EXPERTS | {"model_type": "mixtral", "num_local_experts": 4},
+    "qwen3_moe": EXPERTS | {"model_type": "qwen3_moe", "num_experts": 4},
+    "gpt_oss": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 8, "layer_types": TYPES},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64},
+}
