@@ -183,7 +183,7 @@ ONE_ERROR = {
     "sequence parallel over one rank": (
         "model: m\nlayout:\n  sequence_parallel: true\n",
         (
-            "sequence_parallel cuts the residual stream over the tensor axis, and tensor = 1",
+            "sequence_parallel cuts the residual stream over the tensor axis, and no tensor degree is given",
             "job.yaml:3 layout.sequence_parallel",
             "set tensor above 1",
         ),

@@ -87,13 +87,14 @@ def _sharding(job: Job) -> Iterator[Conflict]:
 
 def _sequence(job: Job) -> Iterator[Conflict]:
     layout, length = job.layout, job.batch.seq_len
-    if layout.sequence_parallel and layout.tensor == 1:
-        what = "sequence_parallel cuts the residual stream over the tensor axis, and tensor = 1"
+    if layout.sequence_parallel and layout.tensor in (None, 1):
+        what = "sequence_parallel cuts the residual stream over the tensor axis, and no tensor degree is given"
         yield Conflict(("layout.sequence_parallel", "layout.tensor"), what, "set tensor above 1, or leave sequence_parallel out")
     # A ring hands each rank an early and a late piece, so that causal work is even: two pieces a rank.
-    pieces = (2 * layout.context if layout.context > 1 else 1) * (layout.tensor if layout.sequence_parallel else 1)
+    context, tensor = layout.context or 1, layout.tensor or 1
+    pieces = (2 * context if context > 1 else 1) * (tensor if layout.sequence_parallel else 1)
     if length % pieces:
-        what = f"seq_len = {length} is not a multiple of {pieces}, the pieces that context = {layout.context} and tensor = {layout.tensor} make"
+        what = f"seq_len = {length} is not a multiple of {pieces}, the pieces that context = {context} and tensor = {tensor} make"
         below = max(pieces, length // pieces * pieces)
         yield Conflict(("batch.seq_len", "layout.context", "layout.tensor"), what, f"use seq_len = {below} or {below + pieces}")
 
@@ -130,5 +131,5 @@ def untrainable(job: Job) -> Iterator[Conflict]:
         yield Conflict(("precision",), "precision = bf16-pure is planned but not trained yet", hint)
     layout = job.layout
     for axis in ("tensor", "pipeline", "context", "expert"):
-        if (degree := getattr(layout, axis)) > 1:
+        if (degree := getattr(layout, axis) or 1) > 1:
             yield Conflict((f"layout.{axis}",), f"{axis} = {degree} is planned but not trained yet", f"use {axis}: 1, or only plan it")

@@ -100,10 +100,10 @@ class LayoutRequest(Section):
     replicate: Count | None = Field(
         default=None, ge=1, description="Copies of the model on the data axis; above 1 with `shard: parameters` it is hybrid shard."
     )
-    tensor: Count = Field(default=1, ge=1, description="Tensor-parallel degree.")
-    pipeline: Count = Field(default=1, ge=1, description="Pipeline-parallel degree.")
-    context: Count = Field(default=1, ge=1, description="Context-parallel degree.")
-    expert: Count = Field(default=1, ge=1, description="Expert-parallel degree.")
+    tensor: Count | None = Field(default=None, ge=1, description="Tensor-parallel degree. Chosen when not given.")
+    pipeline: Count | None = Field(default=None, ge=1, description="Pipeline-parallel degree. Chosen when not given.")
+    context: Count | None = Field(default=None, ge=1, description="Context-parallel degree. 1 when not given.")
+    expert: Count | None = Field(default=None, ge=1, description="Expert-parallel degree. 1 when not given.")
     sequence_parallel: bool = Field(default=False, description="Cut the residual stream over the tensor axis.")
     activation_checkpointing: Literal["auto", "none", "full"] = Field(
         default="auto", description="Recompute each block in backward instead of keeping its activations."

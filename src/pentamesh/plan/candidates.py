@@ -20,13 +20,15 @@ __all__ = ["described", "layouts", "policies"]
 _SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
 
 
-def layouts(job: Job, model: ModelSpec, hardware: Hardware) -> list[Layout]:
-    """Every legal layout of the request, simplest first. Raises InputError with all problems when there is none."""
+def layouts(job: Job, model: ModelSpec, hardware: Hardware, *, data_only: bool = False) -> list[Layout]:
+    """Every legal layout of the request, simplest first; `data_only` leaves the other axes at what was given. Raises InputError with all problems
+    when there is none."""
     found, refused = [], []
-    for layout in _meshes(job.layout, hardware):
-        wrong = problems(model, layout, job.batch)
-        refused += wrong
-        found += [] if wrong else [layout]
+    for degrees in _degrees(job, hardware, data_only=data_only):
+        for layout in _meshes(degrees, hardware):
+            wrong = problems(model, layout, job.batch)
+            refused += wrong if degrees == _given(job.layout) else []
+            found += [] if wrong else [layout]
     if not found:
         raise InputError(*dict.fromkeys(refused))
     return found
@@ -62,20 +64,57 @@ def _timings(layout: Layout, accum: int) -> list[tuple[bool, bool, Any]]:
     return [(*gather, reduce) for reduce in reduces for gather in gathers]
 
 
+def _given(asked: LayoutRequest) -> LayoutRequest:
+    """The request with every degree that was not given at 1: the data axes alone."""
+    degrees = {axis: getattr(asked, axis) or 1 for axis in ("tensor", "pipeline", "context", "expert")}
+    return asked.model_copy(update=degrees)
+
+
+def _degrees(job: Job, hardware: Hardware, *, data_only: bool) -> Iterator[LayoutRequest]:
+    """The request with its degrees filled in: the data axes alone first, then tensor inside a node and pipeline, where they were left open.
+
+    With them goes what makes them worth their while: sequence parallel, and an optimizer cut over the data axis (full shard under tensor alone).
+    """
+    asked, alone = job.layout, _given(job.layout)
+    yield alone
+    fixed = asked.data is not None or asked.replicate is not None or (asked.shard != "auto" and not asked.tensor and not asked.pipeline)
+    if data_only or fixed or job.method not in ("full", "pretrain"):
+        return
+    tensors = [asked.tensor] if asked.tensor else _powers_of_two(hardware.devices_per_node)
+    pipelines = [asked.pipeline] if asked.pipeline else _powers_of_two(min(hardware.num_devices, 16))
+    for tensor, pipeline in itertools.product(tensors, pipelines):
+        degrees = {"tensor": tensor, "pipeline": pipeline, "sequence_parallel": asked.sequence_parallel or tensor > 1}
+        used = tensor * pipeline * (alone.context or 1)
+        if (tensor, pipeline) == (alone.tensor, alone.pipeline) or hardware.num_devices % used:
+            continue
+        shards = (
+            [asked.shard]
+            if asked.shard != "auto"
+            else ["none"]
+            if used == hardware.num_devices
+            else ["optimizer", "parameters"][: 3 - min(pipeline, 2)]
+        )
+        for shard in shards:
+            yield alone.model_copy(update=degrees | {"shard": shard})
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+
+
 def _meshes(asked: LayoutRequest, hardware: Hardware) -> Iterator[Layout]:
-    """The layouts of the request before anyone asks whether the model allows them."""
-    data = _data_degree(asked, hardware)
-    others = {"pp": asked.pipeline, "cp": asked.context, "tp": asked.tensor, "ep": asked.expert}
-    for shard in _shards(asked, data):
+    """The layouts of a request whose degrees are filled in, before anyone asks whether the model allows them."""
+    pipeline, context, tensor, expert = (getattr(asked, axis) or 1 for axis in ("pipeline", "context", "tensor", "expert"))
+    data = _data_degree(asked, pipeline * context * tensor, hardware)
+    for shard in _shards(asked, data * context):
         for copies in _copies(shard, asked, data, hardware):
-            mesh = {"dp_replicate": copies, "dp_shard": data // copies}
             # Experts need dp_shard, cp or tp to live on: where a strategy leaves none, it cannot carry them.
-            if (data // copies * asked.context * asked.tensor) % asked.expert == 0 or asked.shard != "auto":
-                yield Layout(Mesh(**others, **mesh), shard, asked.sequence_parallel)
+            if (data // copies * context * tensor) % expert == 0 or asked.shard != "auto":
+                yield Layout(Mesh(pipeline, copies, data // copies, context, tensor, expert), shard, asked.sequence_parallel)
 
 
-def _data_degree(asked: LayoutRequest, hardware: Hardware) -> int:
-    others, devices = asked.pipeline * asked.context * asked.tensor, hardware.num_devices
+def _data_degree(asked: LayoutRequest, others: int, hardware: Hardware) -> int:
+    devices = hardware.num_devices
     said = f"pipeline x context x tensor = {asked.pipeline} x {asked.context} x {asked.tensor} = {others}"
     if devices % others:
         raise InputError(f"{said} does not divide the {devices} devices of {hardware}", where="layout", hint="use degrees whose product divides it")
@@ -88,10 +127,10 @@ def _data_degree(asked: LayoutRequest, hardware: Hardware) -> int:
     return data
 
 
-def _shards(asked: LayoutRequest, data: int) -> tuple[Shard, ...]:
+def _shards(asked: LayoutRequest, num_sharers: int) -> tuple[Shard, ...]:
     if asked.shard != "auto":
         return (asked.shard,)
-    if data * asked.context == 1:
+    if num_sharers == 1:
         return ("none",)
     if (asked.replicate or 1) > 1:
         return ("parameters",)

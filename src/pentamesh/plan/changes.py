@@ -55,7 +55,7 @@ class _Asked:
         rounded = job.batch.model_copy(update={"global_batch": -(-job.batch.global_batch // ranks) * ranks})
         job = job.model_copy(update={"batch": rounded})
         try:
-            verdicts = {self._judge(job, layout, hardware) for layout in layouts(job, self.model, hardware)}
+            verdicts = {self._judge(job, layout, hardware) for layout in layouts(job, self.model, hardware, data_only=True)}
         except InputError:
             return "does_not_fit"
         return next(v for v in ("fits", "at_risk", "does_not_fit") if v in verdicts)

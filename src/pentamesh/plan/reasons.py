@@ -22,7 +22,14 @@ NAMES = {
 
 def reasons(chosen: Prediction, found: Sequence[Prediction]) -> tuple[str, ...]:
     """Why `chosen` won, the strongest reason first."""
-    return (*_states(chosen, found), *_recompute(chosen, found), *_speed(chosen), *_communication(chosen), *_uncertain(chosen))
+    return (
+        *_states(chosen, found),
+        *_recompute(chosen, found),
+        *_speed(chosen),
+        *_communication(chosen),
+        *_machinery(chosen, found),
+        *_uncertain(chosen),
+    )
 
 
 def why_not(p: Prediction, chosen: Prediction) -> str:
@@ -57,9 +64,9 @@ def _states(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
     """Whether one GPU can hold a whole replica, and what cutting it does."""
     layout, memory, one = chosen.held.layout, chosen.memory, f"one {chosen.hardware.device.name}"
     usable, states, strategy = format_bytes(memory.usable_bytes), format_bytes(memory.states_bytes), NAMES[layout.strategy]
-    whole = next((p for p in found if p.held.layout.shard == "none"), None)
+    whole = next((p for p in found if p.held.layout.strategy == "ddp"), None)
     cut = f"cut over {layout.mesh.degree('pp', 'dp_shard', 'cp', 'tp')} it is {states}"
-    if layout.shard == "none":
+    if layout.strategy == "ddp":
         yield _uncut(chosen)
     elif whole is None:
         yield f"weights, gradients and optimizer are {states} a {_rank(chosen)} under {strategy}; {usable} are usable"
@@ -116,6 +123,18 @@ def _communication(p: Prediction) -> Iterator[str]:
     share = top.exposed_s / p.time.step_s.expected
     if share > 0.1:
         yield f"{top.kind} over {top.axis} is {share:.0%} of the step: {format_bytes(top.bytes_per_rank)} a {_rank(p)} through {top.link}"
+
+
+def _machinery(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
+    """What several axes buy over the data axes alone, which are all that is trained so far."""
+    simple = [p for p in found if p.held.layout.strategy != "multi_axis" and p.verdict != "does_not_fit"]
+    if chosen.held.layout.strategy != "multi_axis":
+        return
+    if simple:
+        best = min(simple, key=lambda p: p.time.step_s.expected)
+        slower = best.time.step_s.expected / chosen.time.step_s.expected - 1
+        yield f"of the data axes alone, {NAMES[best.held.layout.strategy]} takes {format_seconds(best.time.step_s.expected)}, {slower:.0%} more"
+    yield "tensor and pipeline parallel are planned and not trained yet"
 
 
 def _uncertain(p: Prediction) -> Iterator[str]:

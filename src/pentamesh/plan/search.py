@@ -10,7 +10,7 @@ from pentamesh.cost.predict import Prediction, predict
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Job
 from pentamesh.job.precision import PRECISIONS
-from pentamesh.layout.mesh import Layout
+from pentamesh.layout.mesh import AXES, Layout
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.candidates import described, layouts, policies
 from pentamesh.plan.changes import changes_that_fit
@@ -21,6 +21,8 @@ __all__ = ["CLOSE", "judged", "plan"]
 
 # Never more machinery than pays: what is within this share of the fastest and simpler wins.
 CLOSE = 0.05
+# Tensor and pipeline have many degrees: so many of the best are told.
+SHOWN_MULTI_AXIS = 4
 _SIMPLEST_FIRST = ("ddp", "zero1", "zero2", "full_shard", "hybrid_shard", "multi_axis")
 _BEST_FIRST = ("fits", "at_risk", "does_not_fit")
 
@@ -30,15 +32,21 @@ def plan(
     model: ModelSpec,
     hardware: Hardware,
     *,
+    data_only: bool = False,
     overrides: dict[str, str] | None = None,
     parent: str | None = None,
 ) -> Plan:
     """The judged and chosen layout of `job`; what the request fixes is judged as it is, the rest is chosen.
 
-    When nothing fits, the plan is the best attempt, with the changes that would fit.
+    `data_only` chooses among the data axes, which are what is trained so far. When nothing fits, the plan is the best attempt, with the changes
+    that would fit.
     Raises InputError when the request cannot be laid out at all.
     """
-    found = list(judged(job, model, hardware))
+    found = list(judged(job, model, hardware, data_only=True))
+    # More axes are machinery: they are judged where pre-training may want them, or where the data axes of several nodes do not do.
+    too_small = hardware.num_nodes > 1 and all(p.verdict == "does_not_fit" for p in found)
+    if not data_only and (job.method == "pretrain" or too_small):
+        found = list(judged(job, model, hardware))
     chosen = _choose(found)
     fits = chosen.verdict != "does_not_fit"
     return Plan(
@@ -63,10 +71,10 @@ def plan(
     )
 
 
-def judged(job: Job, model: ModelSpec, hardware: Hardware, *, lean: bool = False) -> Iterator[Prediction]:
+def judged(job: Job, model: ModelSpec, hardware: Hardware, *, data_only: bool = False, lean: bool = False) -> Iterator[Prediction]:
     """Every candidate of the request, judged."""
     precision = PRECISIONS[job.precision]
-    for layout in layouts(job, model, hardware):
+    for layout in layouts(job, model, hardware, data_only=data_only):
         held = Holding(model, layout, job.method)
         for policy in policies(layout, job, lean=lean):
             yield predict(held, policy, precision, job.batch, hardware)
@@ -86,8 +94,9 @@ def _choose(found: list[Prediction]) -> Prediction:
 
 def _simplicity(p: Prediction) -> tuple[int, ...]:
     """Lower is simpler: strategy first, then nothing recomputed, then the usual resharding."""
-    policy = p.policy
-    return _SIMPLEST_FIRST.index(p.held.layout.strategy), policy.recompute == "full", policy.keep_gathered, not policy.reshard
+    policy, mesh = p.policy, p.held.layout.mesh
+    num_axes = sum(mesh.degree(axis) > 1 for axis in AXES)
+    return _SIMPLEST_FIRST.index(p.held.layout.strategy), num_axes, policy.recompute == "full", policy.keep_gathered, not policy.reshard
 
 
 def _alternatives(chosen: Prediction, found: list[Prediction]) -> tuple[Alternative, ...]:
@@ -98,6 +107,8 @@ def _alternatives(chosen: Prediction, found: list[Prediction]) -> tuple[Alternat
         rivals.setdefault((p.held.layout, p.policy.recompute if same_layout else ""), []).append(p)
     others = [_choose(group) for key, group in rivals.items() if key != (chosen.held.layout, chosen.policy.recompute)]
     others.sort(key=lambda p: (_BEST_FIRST.index(p.verdict), p.time.step_s.expected))
+    rest = [p for p in others if p.held.layout.strategy == "multi_axis"][SHOWN_MULTI_AXIS:]
+    others = [p for p in others if p not in rest]
     return tuple(Alternative(described(p.held.layout, p.policy), p.verdict, p.time.step_s.expected, why_not(p, chosen)) for p in others)
 
 

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pentamesh.layout.mesh import AXES
 from pentamesh.plan.explain import Table as Explained
 from pentamesh.plan.plan import Plan, Range
 from pentamesh.plan.reasons import NAMES
@@ -157,9 +158,12 @@ def _alternatives(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _name(layout: dict[str, Any]) -> str:
-    """`full shard, recomputed`; beyond the data axes with what is cut over them."""
-    cut = f", shard: {layout['shard']}" if layout["strategy"] == "multi_axis" else ""
-    return NAMES[layout["strategy"]] + cut + (", recomputed" if layout["recompute"] == "full" else "")
+    """`full shard, recomputed`; beyond the data axes the degrees, with what is cut over the data axes."""
+    name = NAMES[layout["strategy"]]
+    if layout["strategy"] == "multi_axis":
+        degrees = [f"{axis} {layout[axis]}" for axis in (*AXES, "ep") if layout[axis] > 1]
+        name = " x ".join(degrees) + ("" if layout["shard"] == "none" else f", shard: {layout['shard']}")
+    return name + (", recomputed" if layout["recompute"] == "full" else "")
 
 
 def _changes(plan: Plan) -> Iterator[RenderableType]:

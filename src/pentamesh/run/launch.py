@@ -55,7 +55,7 @@ def planned(target: Path, overrides: Sequence[str]) -> Plan:
         return replace(plan, job=located(plan.job, target))
     job, recorded = read_job(target, overrides)
     check_trainable(job, str(target))
-    return make_plan(located(job, target), _model(job, target), _hardware(job), overrides=recorded)
+    return make_plan(located(job, target), _model(job, target), _hardware(job), data_only=True, overrides=recorded)
 
 
 def _model(job: Job, target: Path) -> ModelSpec:
