@@ -349,6 +349,22 @@ def explain_axes(
     _show(axes(_model(model), degree, seq_len), as_json)
 
 
+@explain_app.command("wire")
+def explain_wire(
+    model: Annotated[str, typer.Argument(help="The name or folder of a model.")],
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs, with commas.")] = "8,16,64",
+    precision: Annotated[str, typer.Option(help="fp32 | bf16 | bf16-pure")] = "bf16",
+    as_json: AsJson = False,
+) -> None:
+    """What each data strategy sends in a step: bytes per rank and through a node's NIC, beside the states of `explain strategies`.
+
+    Example: `pentamesh explain wire llama-3.1-70b --gpus 8,16,64`
+    """
+    from pentamesh.plan.budget import wire
+
+    _show(wire(_model(model), _counts(gpus), _precision(precision)), as_json)
+
+
 @explain_app.command("keys")
 def explain_keys(as_json: AsJson = False) -> None:
     """Every key of a job file, with its default and meaning."""

@@ -9,7 +9,7 @@ import pytest
 from pentamesh.job.job import Job
 from pentamesh.layout.rules import TABLE
 from pentamesh.model.read import read_model
-from pentamesh.plan.budget import axes, communication, tensor
+from pentamesh.plan.budget import axes, communication, tensor, wire
 from pentamesh.plan.explain import keys, strategies, table
 
 
@@ -83,3 +83,14 @@ def test_every_axis_says_what_it_cuts() -> None:
     assert found["pipeline"][4] < found["tensor"][4] / 100  # a whisper
     refused = axes(read_model("llama-3.1-70b"), degree=16)
     assert any("tensor = 16 does not divide kv_heads = 8" in note for note in refused.notes)
+
+
+def test_what_strategies_send() -> None:
+    model = read_model("llama-3.1-70b")
+    found = {row[0]: row[1:] for row in wire(model, [8, 16], "bf16-pure").rows}
+    payload = 2 * model.num_parameters
+    assert found["DDP"][0] == pytest.approx(2 * 7 / 8 * payload, rel=1e-6)
+    assert found["ZeRO-1"] == pytest.approx(found["DDP"], rel=1e-6)
+    assert found["full shard"][2] == pytest.approx(3 * 15 / 16 * payload, rel=0.02)  # the root is gathered once
+    assert found["DDP"][1] == 0
+    assert found["full shard"][3] == found["full shard"][2]

@@ -10,9 +10,9 @@ from typing import Any
 
 from pentamesh.cost.network import group, node_wire_bytes
 from pentamesh.job.job import Batch
-from pentamesh.job.precision import ITEMSIZE, PRECISIONS
+from pentamesh.job.precision import ITEMSIZE, PRECISIONS, Precision
 from pentamesh.layout.legal import problems
-from pentamesh.layout.mesh import Layout, Mesh
+from pentamesh.layout.mesh import Layout, Mesh, Shard
 from pentamesh.layout.moves import Move
 from pentamesh.layout.policy import Policy
 from pentamesh.layout.rhythm import LedgerRow, activation, ledger, rhythm
@@ -21,12 +21,13 @@ from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.explain import Table
 
-__all__ = ["axes", "communication", "tensor"]
+__all__ = ["axes", "communication", "tensor", "wire"]
 
 GPUS_PER_NODE = 8
 BF16 = ITEMSIZE["bfloat16"]
 # One dtype for all that travels: the budget counts bf16 gradients, as the figures that it is compared with do.
 TRAVELS = PRECISIONS["bf16-pure"]
+ONCE = Policy()
 
 
 def communication(model: ModelSpec, gbps: Sequence[int] = (100, 200, 400)) -> Table:
@@ -75,9 +76,9 @@ def _seconds(line: Line, gbps: int) -> float | None:
     return through * 8 / (gbps * 1e9) or None
 
 
-def _sent(model: ModelSpec, layout: Layout, kinds: tuple[str, ...]) -> tuple[float, float]:
+def _sent(model: ModelSpec, layout: Layout, kinds: tuple[str, ...], policy: Policy = ONCE, precision: Precision = TRAVELS) -> tuple[float, float]:
     """Bytes that a rank sends, and that leave a node, in a step of one micro-batch, for the collectives of `kinds` over parameters."""
-    rows = [r for r in ledger(rhythm(model, layout, Policy(), TRAVELS, local_seq=1)) if r.kind in kinds and r.phase != "step"]
+    rows = [r for r in ledger(rhythm(model, layout, policy, precision, local_seq=1)) if r.kind in kinds and r.phase != "step"]
     return sum(r.wire_bytes for r in rows), sum(_out_of_node(r, layout) for r in rows)
 
 
@@ -150,3 +151,34 @@ def axes(model: ModelSpec, degree: int = 8, seq_len: int = 4096) -> Table:
     )
     title = f"The axes of {model.name} at degree {degree}: one micro-batch of {seq_len:,} tokens, forward and backward, in bf16"
     return Table(title, ("axis", "cuts", "speaks", "by", "sent a rank", "each time", "lives"), tuple(rows), notes)
+
+
+def wire(model: ModelSpec, degrees: Sequence[int], precision: str = "bf16") -> Table:
+    """What each strategy sends in a step of one micro-batch, by number of GPUs: per rank, and through the one NIC of a node of eight.
+
+    Weights travel in the compute dtype and gradients in the reduce dtype of `precision`, so that `bf16` sends gradients in fp32.
+    """
+    strategies: tuple[tuple[str, Shard, Policy], ...] = (
+        ("DDP", "none", Policy()),
+        ("ZeRO-1", "optimizer", _ZERO),
+        ("ZeRO-2", "gradients", _ZERO),
+        ("full shard", "parameters", Policy()),
+    )
+    rows = []
+    for name, shard, policy in strategies:
+        cells: list[object] = []
+        for degree in degrees:
+            layout = Layout(Mesh(dp_replicate=degree) if shard == "none" else Mesh(dp_shard=degree), shard)
+            cells += _sent(model, layout, ("all_reduce", "all_gather", "reduce_scatter"), policy, PRECISIONS[precision])
+        rows.append((name, *cells))
+    columns = ("strategy", *(column for degree in degrees for column in (f"rank of {degree}", f"NIC of {degree}")))
+    notes = (
+        "an all-reduce is a scatter and a gather: in one dtype DDP and ZeRO-1 send the same; in bf16 DDP sums in fp32 and ZeRO gathers bf16 weights",
+        "with accumulation ZeRO-2 and full shard reduce every micro-batch, and full shard gathers every micro-batch; DDP and ZeRO-1 once a step",
+        f"nodes of {GPUS_PER_NODE} GPUs with one NIC; groups inside one node pass none",
+    )
+    return Table(f"What {model.name} sends by strategy, per step of one micro-batch, {precision}", columns, tuple(rows), notes)
+
+
+# Whole weights are kept over a step: gathered once.
+_ZERO = Policy(reshard=False, keep_gathered=True)
