@@ -138,8 +138,10 @@ def recorded_bytes(config: dict[str, Any], layers: int) -> int:
     import torch
     import transformers
 
-    cut = config | {"num_hidden_layers": layers} | ({"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {})
-    built = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**cut)).to(torch.bfloat16)
+    cut: dict[str, Any] = (
+        config | {"num_hidden_layers": layers} | ({"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {})
+    )
+    built = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**dict(cut))).to(torch.bfloat16)
     parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
     alive = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: alive.append(tensor) or tensor, lambda tensor: tensor):
@@ -191,6 +193,20 @@ def test_what_the_trainer_cannot_do_is_said_by_name(name: str, said: str) -> Non
         generic.check_trainable(spec, "full", "job.yaml")
         with pytest.raises(InputError, match="what its weights start from"):
             generic.check_trainable(spec, "pretrain", "job.yaml")
+
+
+def test_train_refuses_before_it_starts(tmp_path: Path) -> None:
+    from pentamesh.run.launch import planned
+
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    for name in ("gemma2", "phi3"):
+        folder(tmp_path / name, TOYS[name])
+        text = f"model: {name}\ndata: {{train: rows.jsonl}}\nbatch: {{seq_len: 32, global_batch: 8}}\n"
+        text += "hardware: 2xCPU\nprecision: fp32\ntraining: {steps: 2}\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    assert planned(tmp_path / "phi3.yaml", []).model["family"] == "generic"
+    with pytest.raises(InputError, match="gemma2 is planned but not trained yet: its attention caps logits"):
+        planned(tmp_path / "gemma2.yaml", [])
 
 
 # Asking transformers, once

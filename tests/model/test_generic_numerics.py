@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import pytest
 
@@ -24,7 +23,7 @@ from tests.proof.toys import layout
 class Undescribed(Trial):
     """A trial of a model that is known by its facts alone."""
 
-    @cached_property
+    @property
     def model(self) -> ModelSpec:
         return generic.describe(read_facts(json.dumps(traced(self.config)), "toy"), self.config, "toy")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import Layout
@@ -49,6 +49,7 @@ class Widths:
     frozen_root: float
 
 
+@lru_cache(maxsize=64)
 def units_of(model: ModelSpec) -> tuple[Unit, ...]:
     """The distinct units of a model, the root first: blocks whose tensors have the same kinds and shapes are one."""
     found: dict[tuple[object, ...], list[object]] = {}
@@ -64,6 +65,7 @@ def stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(each + (stage < more) for stage in range(num_stages))
 
 
+@lru_cache(maxsize=64)
 def adapters(model: ModelSpec) -> ModelSpec:
     """What lora trains: for each projection of a block, A [rank, in] and B [out, rank] in place of its weight."""
     rank = Dim("rank", ADAPTER_RANK)
@@ -96,10 +98,6 @@ class Holding:
     @cached_property
     def trained_units(self) -> tuple[Unit, ...]:
         return units_of(adapters(self.model)) if self.is_adapted else self.units
-
-    @cached_property
-    def blocks_are_alike(self) -> bool:
-        return sum(not unit.is_root for unit in self.units) == 1
 
     @property
     def is_adapted(self) -> bool:

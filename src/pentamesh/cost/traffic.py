@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pentamesh.cost.compute import Work
-from pentamesh.cost.holding import NF4_BYTES, Holding, adapters
+from pentamesh.cost.holding import NF4_BYTES, Holding, Unit, adapters, units_of
 from pentamesh.cost.needs import Communication
 from pentamesh.cost.network import group, link_name, seconds
 from pentamesh.job.hardware import Hardware
@@ -98,27 +98,40 @@ def _rows(held: Holding, policy: Policy, precision: Precision, seq_len: int) -> 
 def _model_rows(model: ModelSpec, held: Holding, policy: Policy, precision: Precision, seq_len: int) -> list[LedgerRow]:
     """`rhythm`'s ledger of one pipeline stage.
 
-    What is cut by like blocks is linear in their number, so two small models give a large one exactly: r(1) + (L - 1) (r(2) - r(1)). Buckets
-    of DDP are not, and are laid out in full.
+    What is cut is linear in the number of like blocks, so small models give a large one exactly: with r(1) the rows of one block of each kind,
+    r(1) + sum over kinds of (L - 1) (r(one more of it) - r(1)). Buckets of DDP are not, and are laid out in full.
     """
     mesh = held.layout.mesh
     layout, layers = replace(held.layout, mesh=replace(mesh, pp=1)), held.stage_num_layers(0)
 
-    def counts(num_layers: int) -> Counter[LedgerRow]:
-        found = ledger(rhythm(_shortened(model, num_layers), layout, policy, precision, seq_len))
-        return Counter({replace(row, count=1): row.count for row in found})
+    def counts(some: ModelSpec) -> Counter[LedgerRow]:
+        return Counter({replace(row, count=1): row.count for row in ledger(rhythm(some, layout, policy, precision, seq_len))})
 
-    if layout.shard != "none" and held.blocks_are_alike and layers > 2:
-        one, two = counts(1), counts(2)
-        total = {row: one[row] + (layers - 1) * (two[row] - one[row]) for row in one | two}
+    kinds = [unit for unit in units_of(model) if not unit.is_root]
+    if layout.shard == "none" or layers <= 2:
+        total = counts(_shortened(model, layers))
     else:
-        total = counts(layers)
+        total = counts(_sampled(model, kinds))
+        one = total.copy()
+        for kind in kinds:
+            times = (layers if len(kinds) == 1 else kind.count) - 1
+            more = counts(_sampled(model, kinds, kind)) if times else one
+            for row in one | more:
+                total[row] += times * (more[row] - one[row])
     rows = [replace(row, count=count) for row, count in total.items()]
     if mesh.pp > 1:
         rows += [
             r for r in ledger(rhythm(_shortened(model, mesh.pp), held.layout, policy, precision, seq_len)) if "pp" in r.axes and r.kind == "send"
         ]
     return rows
+
+
+def _sampled(model: ModelSpec, kinds: list[Unit], again: Unit | None = None) -> ModelSpec:
+    """The model with one block of each kind, and one more of the kind `again`."""
+    names = {kind.name for kind in kinds}
+    tensors = tuple(t for t in model.tensors if not t.unit or t.unit in names)
+    more = tuple(replace(t, name=f"again.{t.name}", unit=f"again.{t.unit}") for t in again.tensors) if again else ()
+    return replace(model, num_layers=len(kinds) + bool(again), tensors=(*tensors, *more))
 
 
 def _shortened(model: ModelSpec, num_layers: int) -> ModelSpec:

@@ -59,6 +59,10 @@ class ModelSpec:
     kept: Kept | None = None
     untrainable: str = ""
 
+    def __hash__(self) -> int:
+        """Of what tells models apart at a glance: hashing thousands of tensors would take longer than what is remembered under it."""
+        return hash((self.name, self.num_layers, len(self.tensors)))
+
     @cached_property
     def parameters(self) -> tuple[TensorSpec, ...]:
         """The tensors that own storage: tied ones once, under the first name."""
