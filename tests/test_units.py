@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentamesh.units import format_bytes, format_count, format_flop_per_s, format_seconds, parse_bytes, parse_bytes_per_s, parse_count
+from pentamesh.units import format_bytes, format_count, format_flop_per_s, format_path, format_seconds, parse_bytes, parse_bytes_per_s, parse_count
 
 
 @pytest.mark.parametrize(
@@ -112,3 +113,11 @@ def test_what_is_printed_can_be_read(value: int) -> None:
 @given(st.integers(0, 10**15))
 def test_counts_that_are_printed_can_be_read(value: int) -> None:
     assert parse_count(format_count(value)) == pytest.approx(value, rel=0.0006)
+
+
+def test_paths_are_short_inside_the_current_folder_and_whole_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert format_path(tmp_path / "here/a/b.jsonl") == "a/b.jsonl"
+    assert format_path(tmp_path / "heretic.jsonl") == str(tmp_path / "heretic.jsonl")
+    assert format_path(Path("a.jsonl")) == "a.jsonl"

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from decimal import Decimal
+from pathlib import Path
 
-__all__ = ["format_bytes", "format_count", "format_flop_per_s", "format_seconds", "parse_bytes", "parse_bytes_per_s", "parse_count"]
+__all__ = ["format_bytes", "format_count", "format_flop_per_s", "format_path", "format_seconds", "parse_bytes", "parse_bytes_per_s", "parse_count"]
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -99,3 +100,9 @@ def format_seconds(value: float) -> str:
     if seconds < 48 * 3600:
         return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
     return f"{seconds // 86400} d {seconds % 86400 // 3600} h"
+
+
+def format_path(path: Path) -> str:
+    """A path as people see it: from the current folder where it lies inside, else as it is."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

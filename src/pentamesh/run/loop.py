@@ -40,6 +40,7 @@ from pentamesh.run.state import Counters, restore, store
 from pentamesh.run.state import tensors as state_tensors
 from pentamesh.run.step import StepResult, Trainee, take_step
 from pentamesh.run.world import World
+from pentamesh.units import format_path
 
 __all__ = ["MAX_UNUSABLE_STEPS", "run"]
 
@@ -268,7 +269,7 @@ def _finish(made: Run, measured: Measurements, counters: Counters) -> None:
     if counters.step == made.num_steps and made.plan.job.checkpoint.export:
         target = first("exporting", lambda: export_run(made.folder.path))
         if made.world.is_first:
-            made.progress.say(f"exported to {target}")
+            made.progress.say(f"exported to {format_path(target)}")
 
 
 def _write_receipt(made: Run, measured: Measurements, peak: int, rss: int) -> None:

@@ -38,7 +38,8 @@ def work(prepare: Callable[[], RunFolder], options: Options) -> int:
         connect()
         folder = first("planning", prepare)
         plan = Plan.read(folder.plan)
-        world = join(plan.layout)
+        # A plan for the CPU runs there, whatever else the machine has.
+        world = join(plan.layout, "cpu" if plan.hardware["device"]["kind"] == "cpu" else None)
         outcome = run(plan, folder, world, options)
         world.barrier()
         if world.is_first:

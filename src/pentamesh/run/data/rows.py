@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from pentamesh.errors import InputError, Problem
+from pentamesh.units import format_path
 
 __all__ = ["MAX_PROBLEMS", "Problems", "Row", "find_files", "read_rows"]
 
@@ -75,7 +76,8 @@ def find_files(pattern: str, base: Path, key: str) -> tuple[Path, ...]:
         return (_readable(path, key),)
     if path.is_dir():
         raise InputError(f"{path} is a folder", where=key, hint=f"name its files: `{pattern.rstrip('/')}/*.jsonl`")
-    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+    # As seen from here: rows are named by their file, in errors and in a preview.
+    found = sorted(Path(format_path(Path(name))) for name in glob.glob(str(path), recursive=True))
     files = tuple(_readable(file, key) for file in found if file.is_file())
     if not files:
         raise InputError(f"no file {pattern!r}: looked for {path.absolute()}", where=key, hint=_similar(path))
