@@ -71,13 +71,12 @@ def _listed(places: list[str], num_rows: int) -> str:
 
 def find_files(pattern: str, base: Path, key: str) -> tuple[Path, ...]:
     """The files that `pattern` (a path or a glob, relative to `base`) names, sorted. Raises InputError where there is none to read."""
-    path = base / pattern
+    path = Path(format_path(base / pattern))  # rows are named by their file, in errors and in a preview
     if path.is_file():
         return (_readable(path, key),)
     if path.is_dir():
         raise InputError(f"{path} is a folder", where=key, hint=f"name its files: `{pattern.rstrip('/')}/*.jsonl`")
-    # As seen from here: rows are named by their file, in errors and in a preview.
-    found = sorted(Path(format_path(Path(name))) for name in glob.glob(str(path), recursive=True))
+    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
     files = tuple(_readable(file, key) for file in found if file.is_file())
     if not files:
         raise InputError(f"no file {pattern!r}: looked for {path.absolute()}", where=key, hint=_similar(path))
