@@ -35,8 +35,11 @@ def receipt(plan: Plan, measured: Measured) -> dict[str, Any]:
     tokens = measured.num_tokens[2:] or measured.num_tokens
     step_s = median(steady) if steady else None
     tokens_per_s = sum(tokens) / sum(steady) if steady and sum(steady) else None
+    batch = plan.job.batch
     wire = (sum(row.wire_bytes for row in rows) for rows in (measured.predicted_ledger, measured.ledger))
     parts = {
+        # A plan counts every sequence at its longest; rows that are shorter make steps of fewer tokens, and fewer tokens a second.
+        "tokens_per_step": _part(batch.global_batch * batch.seq_len, sum(tokens) / len(tokens) if tokens else None),
         "step_s": _part(plan.time.step_s.expected, step_s),
         "tokens_per_s": _part(plan.tokens_per_s, tokens_per_s),
         "peak_bytes": _part(plan.memory.peak_bytes.expected, measured.peak_bytes),
