@@ -79,10 +79,10 @@ class RunFolder:
         _append(self.held_out, HELD_OUT_SCHEMA | row)
 
     def rewind(self, step: int) -> None:
-        """Drop the lines after `step`: a resumed run writes them again."""
+        """Drop the lines after `step`, and a last one that a crash cut short: a resumed run writes them again."""
         for path in (self.metrics, self.held_out):
             if path.exists():
-                kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
+                kept = [line for line in path.read_text().splitlines() if (at := _step_of(line)) is not None and at <= step]
                 _replace(path, "".join(line + "\n" for line in kept))
 
     def record_failure(self, rank: int, error: BaseException) -> None:
@@ -106,6 +106,13 @@ class RunFolder:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write JSON at once: the file is whole or absent."""
     _replace(path, json.dumps(content, indent=2) + "\n")
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
