@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pentamesh.errors import InputError
 from pentamesh.plan.plan import Plan
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.launch import keep
@@ -128,3 +129,15 @@ def test_epochs_end_with_an_uneven_batch(tmp_path: Path) -> None:
     rows = metrics(trained(job))
     assert len(rows) == 2
     assert rows[-1]["consumed_samples"] == 8  # seven rows and one without labels
+
+
+def test_an_evaluation_leaves_nothing_gathered(tmp_path: Path) -> None:
+    """The step after an evaluation gathers what it needs anew: its ledger is that of any other step."""
+    folder = trained(toy.job(tmp_path, training__evaluate_every=1, training__steps=2))
+    assert json.loads(folder.receipt.read_text())["ledger_equal"] is True
+
+
+def test_another_number_of_processes_is_refused_by_name(tmp_path: Path) -> None:
+    trained(toy.job(tmp_path), Options(stop_at=2))
+    with pytest.raises(InputError, match="a run of 2 processes is resumed on as many so far, not on 4"):
+        keep(toy.job(tmp_path, hardware="4xCPU"), (), Options(resume=True), even_so=False)

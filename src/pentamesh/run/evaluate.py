@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from pentamesh.checkpoint.weights import Weights
 from pentamesh.errors import InputError
@@ -62,5 +63,8 @@ def held_out(module: nn.Module, samples: Samples, micro_batch: int, world: World
         loss_sum += float(token_loss_sum(module, micro))
         num_tokens += micro.num_trained
     module.train(was_training)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # without a backward nothing else frees what was gathered, and the next step would start with it
     total_loss, total_tokens = world.sum([loss_sum, float(num_tokens)], TOKEN_AXES)
     return HeldOut(total_loss / max(1.0, total_tokens), int(total_tokens))

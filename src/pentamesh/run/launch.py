@@ -144,6 +144,10 @@ def _after(folder: RunFolder, plan: Plan, options: Options) -> Plan:
             f"{folder.path} already holds checkpoints of a run", where="logging.folder", hint="continue it with --resume, or choose another folder"
         )
     earlier = Plan.read(folder.plan)
+    before, now = earlier.layout.mesh.num_ranks, plan.layout.mesh.num_ranks
+    if before != now:
+        hint = f"run it on {before} processes (hardware, layout), or start anew in another logging.folder from `pentamesh export {folder.path}`"
+        raise InputError(f"a run of {before} processes is resumed on as many so far, not on {now}", where="hardware", hint=hint)
     if earlier.fingerprint == plan.fingerprint:
         return replace(plan, parent=earlier.parent)
     print("the plan changed since the checkpoint:\n" + "\n".join(_changes(earlier.to_json(), plan.to_json())), file=sys.stderr)  # noqa: T201
