@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pentamesh import cli
+
 JOB = """\
 model: llama-3.1-8b
 hardware: 8xRTX-5090
@@ -54,6 +56,13 @@ def test_nothing_fits_is_exit_3_with_the_best_attempt() -> None:
         (("plan", "llama-3.1-8b", "--on", "8xH100", "--set", "batch.micro_bach=2"), "micro_batch"),
         (("explain", "strategies", "llama-3.1-8b", "--gpus", "8,x"), "--gpus"),
         (("plan", "llama-3.1-8b", "--onn", "8xH100"), "--onn"),
+        (("plan", "llama-3.1-8b", "--on", ""), "--on is empty"),
+        (("plan", "llama-3.1-8b", "--on", "8xH100", "--layout", ""), "--layout"),
+        (("plan", "llama-3.1-8b", "--on", "8xH100", "--seq-len", "1e300"), "--seq-len"),
+        (("plan", "llama-3.1-8b", "--on", f"{'9' * 5000}xH100"), "more than 262,144 devices"),
+        (("plan", "x" * 300, "--on", "8xH100"), "File name too long"),
+        (("explain", "strategies", "llama-3.1-8b", "--gpus", "\u00b2"), "--gpus"),
+        (("explain", "strategies", "llama-3.1-8b", "--gpus", "9" * 5000), "--gpus"),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, tuple) else "",
 )
@@ -95,3 +104,27 @@ def test_planning_is_light() -> None:
     print(f"\nCPU time of one plan: {spent:.2f} s")
     assert done.stderr.strip() == "[]"
     assert spent < 5
+
+
+def test_a_full_disk_behind_stdout_is_said() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pentamesh", "explain", "table", "--json"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 5
+    assert done.stderr.startswith("error: No space left on device")
+    assert "Traceback" not in done.stderr
+
+
+def test_what_nobody_expected_is_told_in_one_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(cli, "app", broken)
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 5
+    assert "nobody expected this: ZeroDivisionError: by zero\n  where  " in capsys.readouterr().err
+    monkeypatch.setenv("PENTAMESH_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        cli.main()

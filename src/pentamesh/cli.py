@@ -6,14 +6,17 @@ stdout is data, stderr is talk. Exit codes are those of `pentamesh.errors`.
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from pentamesh import __version__
-from pentamesh.errors import DoesNotFit, InputError, PentameshError
+from pentamesh.errors import DoesNotFit, InputError, PentameshError, Problem, RunFailed
 
 if TYPE_CHECKING:
     from pentamesh.job.job import Job
@@ -49,6 +52,8 @@ data_app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 
+# Of a path that is too long for the system its beginning says enough.
+PATH_SHOWN = 200
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 # Flags of `plan` that set one key of the job, and the key.
 PLAN_FLAGS = {
@@ -67,19 +72,31 @@ def main() -> None:
     try:
         app()
     except PentameshError as error:
-        red, plain = ("\x1b[31m", "\x1b[0m") if _in_colour() else ("", "")
-        typer.echo(f"{red}{error}{plain}", err=True)
-        raise SystemExit(error.exit_code) from None
+        _fail(error)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:  # `| head` has what it wanted
         sys.stderr.close()
         raise SystemExit(0) from None
+    except OSError as error:  # a name that the system takes for none, a folder that may not be read, a full disk behind stdout
+        kind = InputError if error.filename else RunFailed
+        _fail(kind(error.strerror or str(error), where=str(error.filename or "writing the output")[:PATH_SHOWN]))
+    except Exception as error:
+        if os.environ.get("PENTAMESH_TRACEBACK"):
+            raise
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"nobody expected this: {type(error).__name__}: {error}"
+        _fail(RunFailed(what, where=f"{at.filename}:{at.lineno}", hint="PENTAMESH_TRACEBACK=1 shows the way there; please report it with that"))
+
+
+def _fail(error: PentameshError) -> NoReturn:
+    """Say what is wrong and leave with its exit code."""
+    red, plain = ("\x1b[31m", "\x1b[0m") if _in_colour() else ("", "")
+    typer.echo(f"{red}{error}{plain}", err=True)
+    raise SystemExit(error.exit_code) from None
 
 
 def _in_colour() -> bool:
-    import os
-
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR")
 
 
@@ -121,6 +138,8 @@ def plan_command(
     """
     values = (on, method, precision, seq_len, micro_batch, global_batch, shard)
     flags = [(flag, key, value) for (flag, key), value in zip(PLAN_FLAGS.items(), values, strict=True) if value is not None]
+    if empty := [Problem(f"{flag} is empty", flag, "give it a value, or leave it out") for flag, _, value in flags if not value.strip()]:
+        raise InputError(*empty)
     found = _plan(target, [*flags, *_degrees(layout)], set_ or [])
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
@@ -270,7 +289,7 @@ def _job_of_flags(model: str, flags: list[tuple[str, str, str]], overrides: list
 def _degrees(layout: str | None) -> list[tuple[str, str, str]]:
     """`tensor=8,pipeline=2` as flags."""
     found = []
-    for pair in layout.split(",") if layout else []:
+    for pair in layout.split(",") if layout is not None else []:
         key, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or not key or not value:
             raise InputError(f"{pair!r} gives no degree", where="--layout", hint="write it like --layout tensor=8,pipeline=2")
@@ -390,7 +409,7 @@ def _model(name: str) -> ModelSpec:
 
 def _counts(text: str) -> list[int]:
     counts = [part.strip() for part in text.split(",")]
-    if not all(count.isdigit() and int(count) for count in counts):
+    if not all(re.fullmatch("[1-9][0-9]{0,8}", count) for count in counts):
         raise InputError(f"{text!r} is not a list of numbers of GPUs", where="--gpus", hint="write it like --gpus 8,16,64")
     return [int(count) for count in counts]
 

@@ -16,6 +16,8 @@ __all__ = ["format_bytes", "format_count", "format_flop_per_s", "format_path", "
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _NUMBER = r"\s*([0-9]+(?:[_,][0-9]{3})*(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?)\s*"
+# 1 EB/s: no link carries a millionth of it.
+MAX_BYTES_PER_S = 1e18
 _BITS = re.compile(r"\s*(?:bps|bit/s|b/s)\s*")  # a lower-case b is a bit, in data rates only
 
 
@@ -52,10 +54,11 @@ def parse_bytes_per_s(text: str | float) -> float:
     """
     what, example = "a data rate", "`200gbps` (bits) or `50 GB/s` (bytes)"
     bits = isinstance(text, str) and re.fullmatch(f"(.*?){_BITS.pattern}", text)
-    if bits:
-        return float(_parse(bits[1], "", _DECIMAL, what, example)) / 8
     unit = "b/s" if isinstance(text, str) and re.search("[a-zA-Z]/s", text) else ""
-    return float(_parse(text, unit, _DECIMAL if unit else {"": 1}, what, example))
+    found = _parse(bits[1], "", _DECIMAL, what, example) / 8 if bits else _parse(text, unit, _DECIMAL if unit else {"": 1}, what, example)
+    if found and not 1 <= found <= MAX_BYTES_PER_S:
+        raise ValueError(f"{text!r} is no rate of a link: between 1 B/s and {MAX_BYTES_PER_S:.0e} B/s; write it like {example}")
+    return float(found)
 
 
 def _scaled(value: float, unit: str) -> str:

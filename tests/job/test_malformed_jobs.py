@@ -286,6 +286,24 @@ def test_nesting_without_end() -> None:
     assert "nested too deeply" in problems("model: " + "[" * 5000)[0][0]
 
 
+@pytest.mark.parametrize(("written", "value"), [("010", "8"), ("1:30", "90"), ("-007", "-7"), ("1:30.5", "90.5")])
+def test_numbers_that_yaml_reads_as_others(written: str, value: str) -> None:
+    """Octal by a leading zero and base sixty by a colon: refused rather than trained with."""
+    said = f"{written} would be read as {value}"
+    assert problems(f"model: m\nbatch: {{seq_len: {written}}}\n")[0][:2] == (said, "job.yaml:2 batch.seq_len")
+    assert problems("model: m\n", f"batch.seq_len={written}")[0][:2] == (said, f"--set batch.seq_len={written}")
+
+
+@pytest.mark.parametrize("key", ["batch.seq_len", "batch.global_batch", "training.seed", "training.epochs", "data.max_rows"])
+def test_numbers_beyond_any_use(key: str) -> None:
+    assert problems("model: m\n", f"{key}=1e30")[0][1] == f"--set {key}=1e30"
+
+
+def test_a_character_that_no_path_holds() -> None:
+    found = problems('model: "m\\0"\ndata: {train: "a\\0b"}\nlogging: {folder: "\\0"}\n')
+    assert [where for _, where, _ in found] == ["job.yaml:1 model.name", "job.yaml:2 data.train", "job.yaml:3 logging.folder"]
+
+
 def test_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_bytes(b"model: m\nmethod: f\xfcll\n")

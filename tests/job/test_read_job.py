@@ -72,8 +72,8 @@ def test_a_revision_can_be_set_beside_the_short_form_of_a_model() -> None:
 
 
 def test_flags_are_where_their_problems_are() -> None:
-    job = job_from_flags([("MODEL", "model.name", "m"), ("--seq-len", "batch.seq_len", "4k"), ("--precision", "precision", None)])
-    assert (job.batch.seq_len, job.precision) == (4000, "bf16")
+    job = job_from_flags([("MODEL", "model.name", "m"), ("--seq-len", "batch.seq_len", "4k"), ("--set", "optimizer.max_grad_norm", None)])
+    assert (job.batch.seq_len, job.optimizer.max_grad_norm) == (4000, None)
     with pytest.raises(InputError) as caught:
         job_from_flags([("MODEL", "model.name", "m"), ("--seq-len", "batch.seq_len", "long"), ("--on", "hardware", "8xH200s")])
     assert [p.where for p in caught.value.problems] == ["--seq-len", "--on"]

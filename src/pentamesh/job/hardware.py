@@ -19,6 +19,8 @@ __all__ = ["Device", "Hardware", "Link", "read_hardware"]
 T = TypeVar("T")
 
 GRAMMAR = "write it like `8xRTX-5090`, `2x8xH100@8x400gbps` (nodes x GPUs x name @ NICs a node x rate of each), `2xCPU` or `auto`"
+# Above the largest cluster that anyone has named in public (200,000 GPUs, xAI 2025); a plan walks over the ranks, a second for every 20,000.
+MAX_DEVICES = 2**18
 # NVIDIA's names for InfiniBand at four lanes, in bits per second.
 FABRICS = {"edr": "100gbps", "hdr": "200gbps", "ndr": "400gbps", "xdr": "800gbps"}
 # A ring step over 4 nodes of 8 B200: 400 us fitted over 62 steps. Source: published NCCL curves over EFA, fit of formula T = alpha + wire / B.
@@ -68,6 +70,8 @@ def read_hardware(written: str | Mapping[str, Any] | Machine, where: str = "hard
     if isinstance(written, str) and written.strip().lower() == "auto":
         return _this_machine()
     found = _parts(written, where) if isinstance(written, str) else _facts(written, where)
+    if found.nodes * found.gpus > MAX_DEVICES:
+        raise InputError(f"{found.nodes} x {found.gpus} are more than {MAX_DEVICES:,} devices", where=where, hint=GRAMMAR)
     problems: list[Problem] = []
 
     def attempt(read: Callable[[Machine], T]) -> T | None:
@@ -108,7 +112,7 @@ def _parts(text: str, where: str) -> Machine:
     match = re.fullmatch(r"(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?(\S.*?)\s*", name, re.IGNORECASE)
     if not match or (at and not fabric.strip()) or re.fullmatch(r"\d{1,3}|\d+\s*x", match[3], re.IGNORECASE):
         raise InputError(Problem(f"{text!r} does not say which hardware", where, GRAMMAR))
-    counts = [int(count) for count in match.groups()[:2] if count]
+    counts = [int(count[:10]) for count in match.groups()[:2] if count]  # ten digits are too many devices, and thousands no number to Python
     if 0 in counts:
         raise InputError(Problem(f"{text!r} asks for 0 devices", where, GRAMMAR))
     nodes, gpus = [1, 1, *counts][-2:]

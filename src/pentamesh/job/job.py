@@ -8,11 +8,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from pentamesh.units import parse_bytes, parse_count
 
 __all__ = ["Batch", "Checkpoint", "Data", "Job", "LayoutRequest", "Logging", "Machine", "Model", "Optimizer", "Section", "Training"]
+
+
+# Beyond any count of tokens or steps, and still a whole number in floating point and in every JSON reader (2^53 = 9.007e15).
+MAX_COUNT = 10**15
+
+
+def _count(value: Any) -> int:
+    found = parse_count(value)
+    if found > MAX_COUNT:
+        raise ValueError(f"{value} is more than {MAX_COUNT:.0e}")
+    return found
 
 
 def _number(value: Any) -> Any:
@@ -22,10 +33,16 @@ def _number(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(parse_count)]
+def _writable(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("text for a name or a path holds no NUL character")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_count)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Number = Annotated[float, BeforeValidator(_number)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_writable)]
 
 
 class Section(BaseModel):
@@ -71,7 +88,7 @@ class Optimizer(Section):
 
 class Training(Section):
     steps: Count | None = Field(default=None, ge=1, description="Optimizer steps; give this or `epochs`.")
-    epochs: Number | None = Field(default=None, gt=0, description="Passes over the training rows; give this or `steps`.")
+    epochs: Number | None = Field(default=None, gt=0, le=1e6, description="Passes over the training rows; give this or `steps`.")
     seed: Count = Field(default=0, ge=0, description="Decides data order, dropout and random initial weights, on any layout alike.")
     evaluate_every: Count | None = Field(
         default=None, ge=1, description="Steps between evaluations on held-out rows; always before the first and after the last."

@@ -30,16 +30,15 @@ def read_job_text(text: str, where: str = "job.yaml", overrides: Sequence[str] =
 
 
 def job_from_flags(flags: Iterable[tuple[str, str, Any]]) -> Job:
-    """The job that a command line describes: of each flag its spelling, the dotted key it sets, and the value; None is not given.
+    """The job that a command line describes: of each flag its spelling, the dotted key it sets, and the value.
 
     Raises InputError with every problem, each at its flag.
     """
     written = Written("the command line")
     for flag, dotted, value in flags:
-        if value is not None:
-            path = tuple(dotted.split("."))
-            _put(written.tree, path, value)
-            written.sources[path] = flag
+        path = tuple(dotted.split("."))
+        _put(written.tree, path, value)
+        written.sources[path] = flag
     return _job(written)
 
 

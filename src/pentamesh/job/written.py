@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ __all__ = ["KeyPath", "Written", "read_text", "read_value", "read_yaml"]
 KeyPath = tuple[str, ...]
 EXAMPLE = "a job begins like `model: llama-3.1-8b`"
 PLAIN_TAGS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
+# YAML 1.1 reads `010` as eight and `1:30` as ninety, which nobody who writes a job means. Source: yaml.org/type/int.html, float.html.
+SURPRISING = re.compile(r"[-+]?(0[0-9_]+|[0-9_]+(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 # `%TAG` and `!` markers could ask for objects; a job file holds plain values only.
 TOO_DEEP = "nested too deeply to be a job file"
 
@@ -102,7 +104,7 @@ def read_value(text: str, where: str) -> Any:
     except (yaml.YAMLError, RecursionError):
         raise InputError(f"{text!r} is not a value", where=where, hint="quote what holds `: `, `#` or brackets") from None
     if problems:
-        raise InputError(*problems)
+        raise InputError(*(replace(problem, where=where) for problem in problems))
     return value
 
 
@@ -133,11 +135,19 @@ def _value(loader: _Loader, node: yaml.Node, path: KeyPath, written: Written, pr
         return [_value(loader, item, path, written, problems) for item in node.value]
     try:
         if isinstance(node, yaml.ScalarNode):
-            return loader.construct_object(node)
+            value = loader.construct_object(node)
+            if isinstance(value, int | float) and SURPRISING.fullmatch(node.value):
+                problems.append(_surprising(node, value, path, written))
+            return value
     except (yaml.YAMLError, ValueError):
         pass
     problems.append(_tagged(node, path, written))
     return None
+
+
+def _surprising(node: yaml.ScalarNode, value: float, path: KeyPath, written: Written) -> Problem:
+    hint = "write it in plain digits, or in quotes where text is meant"
+    return Problem(f"{node.value} would be read as {value:g}", f"{written.name}:{node.start_mark.line + 1} {'.'.join(path)}", hint)
 
 
 def _tagged(node: yaml.Node, path: KeyPath, written: Written) -> Problem:
