@@ -38,7 +38,7 @@ def train(target: Path, overrides: Sequence[str], options: Options, *, even_so: 
     """
     if "RANK" in os.environ:
         return work(lambda: keep(target, overrides, options, even_so), options)
-    folder = keep(target, overrides, options, even_so)
+    folder = keep(target, overrides, options, even_so, here=True)
     _start_ranks(folder, Plan.read(folder.plan).layout.mesh.num_ranks, options)
     return 0
 
@@ -100,9 +100,11 @@ def _hardware(job: Job) -> Hardware:
     return found
 
 
-def keep(target: Path, overrides: Sequence[str], options: Options, even_so: bool) -> RunFolder:
-    """Plan, refuse what does not fit, and write the run folder."""
+def keep(target: Path, overrides: Sequence[str], options: Options, even_so: bool, *, here: bool = False) -> RunFolder:
+    """Plan, refuse what does not fit (nor, if it is to start `here`, on this machine), and write the run folder."""
     plan = planned(target, overrides)
+    if here:
+        _check_machine(plan)
     _say_verdict(plan, even_so)
     folder = RunFolder(Path(str(plan.job.logging.folder)))
     plan = _after(folder, plan, options)
@@ -116,6 +118,27 @@ def keep(target: Path, overrides: Sequence[str], options: Options, even_so: bool
             f"the run folder cannot be written: {error.strerror}", where=str(folder.path), hint="set logging.folder to one that can"
         ) from error
     return folder
+
+
+# Processes that a core may have to share: layouts are tried on a laptop, a cluster is not.
+MAX_PROCESSES_PER_CORE = 8
+
+
+def _check_machine(plan: Plan) -> None:
+    """Raises InputError when this machine has not the devices that the plan would start a process for."""
+    import torch
+
+    wanted, cores = plan.layout.mesh.num_ranks, len(os.sched_getaffinity(0))
+    if plan.hardware["device"]["kind"] == "cpu":
+        if wanted > cores * MAX_PROCESSES_PER_CORE:
+            most = cores * MAX_PROCESSES_PER_CORE
+            raise InputError(f"{wanted} processes for the {cores} cores of this machine", where="hardware", hint=f"use at most {most}xCPU here")
+    elif torch.cuda.device_count() < wanted:
+        found = torch.cuda.device_count() or "no"
+        hint = "start it with torchrun on the machines that have them, or try the layout here with --set hardware=2xCPU"
+        raise InputError(
+            f"the plan is for {wanted} x {plan.hardware['device']['name']}, and this machine has {found} CUDA device(s)", where="hardware", hint=hint
+        )
 
 
 _VERDICTS = {
