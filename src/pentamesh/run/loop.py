@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def _set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
     job = plan.job
     source = _source(plan, world)
     model = read_model(str(source))
-    prepared = _prepare(plan, source, folder)
+    prepared = _prepare(plan, model, source, folder)
     num_steps, in_run = _length(plan, len(prepared.train))
     trainee = _trainee(plan, model, source, world)
     first("looking for room for checkpoints", lambda: check_room(folder.checkpoints, _room(trainee, plan, folder)))
@@ -123,14 +123,16 @@ def _source(plan: Plan, world: World) -> Path:
     return model_folder(plan.job.model, Path())
 
 
-def _prepare(plan: Plan, source: Path, folder: RunFolder) -> Prepared:
+def _prepare(plan: Plan, model: ModelSpec, source: Path, folder: RunFolder) -> Prepared:
     """Tokenise once, on rank 0; every rank then maps the same files."""
 
     def work() -> None:
         prepare(plan.job, tokenizer_of(source), Path(), folder.data)
 
     first("preparing the data", work)
-    return open_prepared(folder.data)
+    found = open_prepared(folder.data)
+    held_out = found.held_out and found.held_out.within(model.vocab, str(source))
+    return replace(found, train=found.train.within(model.vocab, str(source)), held_out=held_out)
 
 
 def _length(plan: Plan, num_samples: int) -> tuple[int, int | None]:

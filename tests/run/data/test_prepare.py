@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,48 @@ def test_rows_of_a_held_out_file_are_not_trained(made: Any, chats: Any, write_ro
     assert (len(prepared.train), len(prepared.held_out)) == (4, 2)
     assert prepared.report["splits"]["train"]["dropped"] == {"equal_to_held_out": 2}
     assert sum(micro.num_tokens for micro in held_out_batches(prepared.held_out, 3, 0, 1)) == prepared.held_out.num_tokens
+
+
+@pytest.mark.parametrize(("rows", "share"), [(1, 0.2), (3, 0.999), (2, 0.8)])
+def test_a_share_that_leaves_nothing_to_train_on(made: Any, chats: Any, write_rows: Any, rows: int, share: float) -> None:
+    write_rows(chats(rows) * 2)
+    with pytest.raises(InputError, match=f"held_out = {share:g} of {rows} different rows leaves none to train on"):
+        made(job(held_out=share))
+
+
+@pytest.mark.parametrize("name", ["prepared", "prepared.partial"])
+def test_a_folder_of_someone_else_is_never_replaced(made: Any, chats: Any, write_rows: Any, tmp_path: Path, name: str) -> None:
+    """`logging.folder: .` would put prepared data into `data/`, where people keep their own."""
+    write_rows(chats(3))
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "precious.jsonl").write_text("{}")
+    with pytest.raises(InputError, match=r"not ours to replace: it holds precious\.jsonl"):
+        made(job())
+    assert (tmp_path / name / "precious.jsonl").read_text() == "{}"
+
+
+def test_a_file_in_place_of_the_folder(made: Any, chats: Any, write_rows: Any, tmp_path: Path) -> None:
+    write_rows(chats(3))
+    (tmp_path / "prepared").write_text("mine")
+    with pytest.raises(InputError, match="not ours to replace"):
+        made(job())
+    assert (tmp_path / "prepared").read_text() == "mine"
+
+
+def test_tokens_that_the_model_lacks(made: Any, chats: Any, write_rows: Any) -> None:
+    """A tokenizer that grew without its model, or belongs to another one."""
+    write_rows(chats(3))
+    samples = made(job()).train
+    assert samples.largest_id == max(map(max, rows_of(samples)))
+    assert samples.within(samples.largest_id + 1, "m").pad_id == samples.pad_id
+    with pytest.raises(InputError, match=f"the tokenizer gives token {samples.largest_id}, and the vocabulary of m has {samples.largest_id} tokens"):
+        samples.within(samples.largest_id, "m")
+
+
+def test_padding_that_the_model_lacks_is_another_token(made: Any, chats: Any, write_rows: Any) -> None:
+    write_rows(chats(3))
+    samples = replace(made(job()).train, pad_id=100_000)
+    assert samples.within(samples.largest_id + 1, "m").pad_id == 0
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, 1.5])

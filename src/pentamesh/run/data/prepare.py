@@ -23,7 +23,7 @@ from pentamesh.job.job import Job
 from pentamesh.run.data.encode import Encode, encoder
 from pentamesh.run.data.forms import Form, checked_rows, form_of
 from pentamesh.run.data.rows import MAX_PLACES, Problems, Row, find_files
-from pentamesh.run.data.samples import MANIFEST, SCHEMA, VERSION, Prepared, SampleWriter, open_prepared
+from pentamesh.run.data.samples import MANIFEST, SCHEMA, VERSION, Prepared, SampleWriter, check_replaceable, open_prepared
 from pentamesh.run.data.tokens import Encoded, cut_to
 
 if TYPE_CHECKING:
@@ -78,9 +78,11 @@ def prepare(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Pa
                 return found
         except InputError:
             pass  # torn or of another version: made again below
+    for ours in (folder, _partial(folder)):
+        check_replaceable(ours)
     encode = encoder(tokenizer, asked.form)
     held, num_repeated = survey(asked, job.training.seed)
-    partial = _empty(folder.with_name(folder.name + ".partial"))
+    partial = _empty(_partial(folder))
     splits = _write(job, asked, encode, held, partial, progress)
     pad_id = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
     report = {"schema": SCHEMA, "version": VERSION, "fingerprint": fingerprint, "form": asked.form, "seq_len": job.batch.seq_len}
@@ -89,6 +91,10 @@ def prepare(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Pa
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(partial, folder)
     return open_prepared(folder)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".partial")
 
 
 def _empty(folder: Path) -> Path:
@@ -124,6 +130,9 @@ def survey(asked: Source, seed: int) -> tuple[frozenset[int], int]:
     distinct = np.unique(np.frombuffer(keys, np.uint64))  # sorted
     if asked.share is not None:
         held = frozenset(distinct[: max(1, round(asked.share * len(distinct)))].tolist())
+        if len(held) == len(distinct):
+            what = f"held_out = {asked.share:g} of {len(distinct):,} different rows leaves none to train on"
+            raise InputError(what, where="data.held_out", hint="give more rows, hold out a smaller share, or name a file of held-out rows")
     return held, len(keys) - len(distinct)
 
 

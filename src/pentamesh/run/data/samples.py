@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ import numpy as np
 from pentamesh.errors import InputError
 from pentamesh.run.data.tokens import Cut, Encoded
 
-__all__ = ["MANIFEST", "SCHEMA", "VERSION", "Prepared", "SampleWriter", "Samples", "open_prepared"]
+__all__ = ["MANIFEST", "SCHEMA", "VERSION", "Prepared", "SampleWriter", "Samples", "check_replaceable", "open_prepared"]
 
-SCHEMA, VERSION = "pentamesh.data", 1
+SCHEMA, VERSION = "pentamesh.data", 2
 MANIFEST = "data.json"
 DTYPES = {"tokens": np.dtype("<i4"), "trained": np.dtype("?"), "spans": np.dtype("<i8")}
 
@@ -32,7 +32,7 @@ class Samples:
     """The samples of one split, mapped from disk.
 
     Shapes: tokens and trained [all tokens]; spans [num_samples, 2].
-    Units: num_tokens counts what the model reads, num_trained the targets among the tokens that follow.
+    Units: num_tokens counts what the model reads, num_trained the targets among the tokens that follow. No token is above largest_id.
     """
 
     tokens: np.ndarray
@@ -41,6 +41,7 @@ class Samples:
     num_tokens: int
     num_trained: int
     pad_id: int
+    largest_id: int = 0
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -49,6 +50,18 @@ class Samples:
     def lengths(self) -> np.ndarray:
         """Tokens that the model reads, by sample."""
         return self.spans[:, 1] - 1
+
+    def within(self, vocab: int, model: str) -> Samples:
+        """The same for a model of `vocab` tokens: where the tokenizer's padding is none of them, another token pads, which nobody reads either.
+
+        Raises InputError where a token of the samples is none of the model's.
+        """
+        if self.largest_id >= vocab:
+            what = f"the tokenizer gives token {self.largest_id}, and the vocabulary of {model} has {vocab:,} tokens"
+            raise InputError(
+                what, where="model.name", hint="give the tokenizer that belongs to the model, or a model with the tokenizer's vocabulary"
+            )
+        return self if self.pad_id < vocab else replace(self, pad_id=0)
 
     def sample(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of sample `i` and which of them are targets. Shapes: [n] int32, [n] bool; n is its length plus one."""
@@ -64,6 +77,15 @@ class Prepared:
     train: Samples
     held_out: Samples | None
     report: dict[str, Any]
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raises InputError for a folder that holds anything but prepared data, whole or torn: it may be the user's own and is not removed."""
+    ours = {MANIFEST, *(f"{name}.{kind}" for name in ("train", "held_out") for kind in DTYPES)}
+    others = [path.name for path in folder.iterdir() if path.name not in ours] if folder.is_dir() else [folder.name] if folder.exists() else []
+    if others or folder.is_symlink():
+        what = f"{folder} is needed for prepared data and is not ours to replace: it holds {', '.join(sorted(others)[:5]) or 'a link'}"
+        raise InputError(what, where="logging.folder", hint="choose a folder of its own for the run")
 
 
 def open_prepared(folder: Path) -> Prepared:
@@ -86,7 +108,7 @@ def _mapped(folder: Path, name: str, split: dict[str, Any], pad_id: int) -> Samp
         if path.stat().st_size != int(np.prod(shapes[kind])) * dtype.itemsize:
             raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not those of {shapes[kind]} {dtype}")
         arrays[kind] = np.memmap(path, dtype, mode="r", shape=shapes[kind])
-    return Samples(**arrays, num_tokens=split["tokens"], num_trained=split["trained_tokens"], pad_id=pad_id)
+    return Samples(**arrays, num_tokens=split["tokens"], num_trained=split["trained_tokens"], pad_id=pad_id, largest_id=split["largest_id"])
 
 
 class SampleWriter:
@@ -96,7 +118,7 @@ class SampleWriter:
         self._paths = {kind: folder / f"{name}.{kind}" for kind in DTYPES}
         self._files = {kind: self._paths[kind].open("wb") for kind in ("tokens", "trained")}
         self._spans = array("q")
-        self._counts = dict.fromkeys(("rows", "truncated", "samples", "tokens", "trained_tokens", "longest", "stored_tokens"), 0)
+        self._counts = dict.fromkeys(("rows", "truncated", "samples", "tokens", "trained_tokens", "longest", "stored_tokens", "largest_id"), 0)
         self._dropped: Counter[str] = Counter()
 
     def drop(self, reason: str) -> None:
@@ -120,6 +142,7 @@ class SampleWriter:
         self._counts["truncated"] += cut.truncated
         self._counts["samples"] += len(cut.spans)
         self._counts["stored_tokens"] += len(row.ids)
+        self._counts["largest_id"] = max(self._counts["largest_id"], int(row.ids.max()))
 
     def close(self) -> dict[str, Any]:
         """Finish the files. Returns what the manifest says of them."""
