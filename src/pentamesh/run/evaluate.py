@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from pentamesh.checkpoint.weights import Weights
-from pentamesh.errors import InputError
+from pentamesh.errors import InputError, RunFailed
 from pentamesh.job.job import Job
 from pentamesh.job.precision import Precision
 from pentamesh.layout.mesh import Layout
@@ -24,7 +25,7 @@ from pentamesh.run.loss import token_loss_sum
 from pentamesh.run.place import place
 from pentamesh.run.source import tokenizer_of
 from pentamesh.run.step import TOKEN_AXES
-from pentamesh.run.world import World, connect, join
+from pentamesh.run.world import World, join
 
 __all__ = ["HeldOut", "evaluate", "held_out"]
 
@@ -38,8 +39,10 @@ class HeldOut:
 
 
 def evaluate(job: Job, folder: Path, precision: Precision) -> HeldOut:
-    """The loss of the model in `folder` on the held-out rows of `job` (with absolute paths), in one process. Raises InputError without such rows."""
-    connect()
+    """The loss of the model in `folder` on the held-out rows of `job` (with absolute paths), in one process.
+
+    Raises InputError without such rows, and RunFailed where the loss is not finite.
+    """
     world = join(Layout())
     model = read_model(str(folder))
     weights = Weights.open(folder)
@@ -48,8 +51,12 @@ def evaluate(job: Job, folder: Path, precision: Precision) -> HeldOut:
         samples = prepare(job, tokenizer_of(folder), Path(), Path(scratch) / "data").held_out
         if samples is None:
             raise InputError("the job holds no rows out", where="data.held_out", hint="give a file of held-out rows, or a share such as 0.05")
+        samples = samples.within(model.vocab, model.name)
         module = place(model, Layout(), Policy(), precision, world, lambda t, held, rank, dtype: weights.read(t, held, rank, dtype, world.device))
-        return held_out(module, samples, job.batch.micro_batch, world)
+        found = held_out(module, samples, job.batch.micro_batch, world)
+    if not math.isfinite(found.loss):
+        raise RunFailed(f"the held-out loss is {found.loss}: the model computes what is not finite in {precision.name}", where=str(folder))
+    return found
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from pentamesh.plan.search import plan as make_plan
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.options import Options
 from pentamesh.run.worker import LAUNCHED, work
+from pentamesh.run.world import environment
 from pentamesh.units import format_bytes
 
 __all__ = ["keep", "located", "planned", "train"]
@@ -94,7 +95,7 @@ def located(job: Job, target: Path) -> Job:
 def _hardware(job: Job) -> Hardware:
     """The job's hardware; `auto` under torchrun is as many devices of this kind of machine as there are ranks."""
     found = read_hardware(job.hardware)
-    size = int(os.environ.get("WORLD_SIZE", "0"))
+    size = environment("WORLD_SIZE", 0)
     if job.hardware == "auto" and size and found.device.kind == "cpu":
         return read_hardware(f"{size}xCPU")
     return found

@@ -22,7 +22,7 @@ from pentamesh.plan.plan import Plan
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.loop import run
 from pentamesh.run.options import Options
-from pentamesh.run.world import connect, join, leave
+from pentamesh.run.world import connect, environment, join, leave
 
 __all__ = ["LAUNCHED", "main", "work"]
 
@@ -33,7 +33,7 @@ LAUNCHED = "PENTAMESH_LAUNCHED"
 def work(prepare: Callable[[], RunFolder], options: Options) -> int:
     """Run this rank to its end and return its exit code. `prepare` makes the run folder with its plan, on rank 0; others wait for it."""
     folder: RunFolder | None = None
-    rank = int(os.environ.get("RANK", "0"))
+    rank = environment("RANK", 0)
     try:
         connect()
         folder = first("planning", prepare)

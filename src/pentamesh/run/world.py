@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pentamesh.errors import InputError
 from pentamesh.layout.mesh import AXES, DATA_AXES, Layout
 
-__all__ = ["World", "connect", "join", "leave"]
+__all__ = ["World", "connect", "environment", "join", "leave"]
 
 
 @dataclass
@@ -107,12 +108,27 @@ class World:
             dist.barrier()
 
 
+def environment(name: str, default: int) -> int:
+    """The whole number that an environment variable holds, `default` where there is none. Raises InputError for anything else."""
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise InputError(f"{name} = {text!r} is not a whole number", where="the environment", hint="torchrun and SLURM set it; unset it otherwise")
+    return int(text)
+
+
 def connect(timeout_s: float = 1800) -> None:
-    """Make the process group that torchrun's environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); one process needs no network."""
+    """Make the process group that torchrun's environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); one process needs no network.
+
+    Raises InputError for an environment that describes none.
+    """
     if dist.is_initialized():
         return
+    rank, size = environment("RANK", 0), environment("WORLD_SIZE", 1)
+    if rank >= size:
+        hint = "torchrun and SLURM set both; unset both to start here"
+        raise InputError(f"this is process {rank}, counted from 0, of {size}", where="RANK and WORLD_SIZE in the environment", hint=hint)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if _environment("WORLD_SIZE", 1) == 1 and "MASTER_ADDR" not in os.environ:
+    if size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
@@ -120,7 +136,7 @@ def connect(timeout_s: float = 1800) -> None:
 
 def join(layout: Layout, device_type: str | None = None) -> World:
     """Take this process's place in the job's world. Raises InputError when the number of processes is not the layout's."""
-    rank, size = _environment("RANK", 0), _environment("WORLD_SIZE", 1)
+    size = environment("WORLD_SIZE", 1)
     if size != layout.mesh.num_ranks:
         raise InputError(
             f"{size} processes were started for a layout of {layout.mesh.num_ranks} ranks ({layout.mesh})",
@@ -128,7 +144,7 @@ def join(layout: Layout, device_type: str | None = None) -> World:
             hint=f"start {layout.mesh.num_ranks} processes, or plan the job for {size}",
         )
     connect()
-    return World(layout, rank, _device(device_type or ("cuda" if torch.cuda.is_available() else "cpu")))
+    return World(layout, environment("RANK", 0), _device(device_type or ("cuda" if torch.cuda.is_available() else "cpu")))
 
 
 def leave() -> None:
@@ -140,10 +156,6 @@ def leave() -> None:
 def _device(kind: str) -> torch.device:
     if kind != "cuda":
         return torch.device(kind)
-    device = torch.device("cuda", _environment("LOCAL_RANK", 0))
+    device = torch.device("cuda", environment("LOCAL_RANK", 0))
     torch.cuda.set_device(device)
     return device
-
-
-def _environment(name: str, default: int) -> int:
-    return int(os.environ.get(name, default))

@@ -1,0 +1,45 @@
+"""The environment as a launcher left it, or a shell that forgot to: wrong numbers are told at once, and nothing waits for ranks that never come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pentamesh.errors import InputError
+from pentamesh.job.precision import PRECISIONS
+from pentamesh.job.read import read_job
+from pentamesh.run.evaluate import evaluate
+from pentamesh.run.launch import train
+from pentamesh.run.options import Options
+from pentamesh.run.world import connect, environment
+from tests.run import toy
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "1.0", "", "9" * 5000, "\N{SUPERSCRIPT TWO}"])
+def test_no_number(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", text)
+    with pytest.raises(InputError, match=r"WORLD_SIZE = .* is not a whole number"):
+        environment("WORLD_SIZE", 1)
+
+
+def test_a_rank_beyond_the_world_is_refused_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="this is process 5, counted from 0, of 2"):
+        connect(timeout_s=5)
+
+
+def test_training_under_a_garbled_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(InputError, match="RANK = 'first' is not a whole number"):
+        train(tmp_path / "job.yaml", (), Options())
+
+
+def test_evaluation_is_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What torchrun left in the environment does not make it wait for a second one."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    job = read_job(toy.job(tmp_path))[0]
+    with pytest.raises(InputError, match="2 processes were started for a layout of 1 ranks"):
+        evaluate(job, tmp_path / "model", PRECISIONS["fp32"])
