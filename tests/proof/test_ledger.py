@@ -13,6 +13,7 @@ from tests.proof.toys import trial
 
 CASES = [
     ("llama", "ddp", 2, 1, {}),
+    ("wide", "ddp", 2, 1, {}),
     ("llama", "ddp", 4, 4, {}),
     ("llama", "ddp", 4, 4, {"reduce": "each"}),
     ("llama-untied", "ddp", 4, 1, {"recompute": "full"}),

@@ -32,7 +32,10 @@ QWEN3 = UNTIED | {"model_type": "qwen3", "hidden_act": "silu", "attention_bias":
 # Seven rows in `k_proj`-like tensors over four ranks leave the last one empty.
 TINY_ROWS = LLAMA | {"hidden_size": 5, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 7, "vocab_size": 13}
 
-TOYS = {"llama": LLAMA, "llama-untied": UNTIED, "qwen2": QWEN2, "qwen3": QWEN3, "tiny-rows": TINY_ROWS}
+# More than one 25 MiB bucket of gradients, in float64.
+WIDE = LLAMA | {"vocab_size": 8000, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 6}
+
+TOYS = {"wide": WIDE, "llama": LLAMA, "llama-untied": UNTIED, "qwen2": QWEN2, "qwen3": QWEN3, "tiny-rows": TINY_ROWS}
 
 
 # ZeRO-1 and ZeRO-2 keep whole weights over a step; they differ in when gradients leave.

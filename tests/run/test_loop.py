@@ -141,3 +141,11 @@ def test_another_number_of_processes_is_refused_by_name(tmp_path: Path) -> None:
     trained(toy.job(tmp_path), Options(stop_at=2))
     with pytest.raises(InputError, match="a run of 2 processes is resumed on as many so far, not on 4"):
         keep(toy.job(tmp_path, hardware="4xCPU"), (), Options(resume=True), even_so=False)
+
+
+def test_other_data_is_not_gone_on_with(tmp_path: Path) -> None:
+    job = toy.job(tmp_path)
+    trained(job, Options(stop_at=2))
+    toy.rows(tmp_path / "rows.jsonl", 40, seed=1)
+    with pytest.raises(InputError, match="the training data is not what step-00000002 was trained on"):
+        trained(job, Options(resume=True))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DDP_BUCKET_BYTES", "DDP_FIRST_BUCKET_BYTES", "Policy"]
+__all__ = ["DDP_BUCKET_BYTES", "Policy"]
 
-# torch's DistributedDataParallel: the first bucket to be ready is small so that communication starts early.
-# Source: torch.nn.parallel.DistributedDataParallel (bucket_cap_mb = 25), torch._C._distributed_c10d (_DEFAULT_FIRST_BUCKET_BYTES = 1 MiB).
+# The limit of every bucket of torch's DistributedDataParallel, as it is asked for in `run.place`; given one, torch has no smaller first bucket.
+# Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb.
 DDP_BUCKET_BYTES = 25 * 2**20
-DDP_FIRST_BUCKET_BYTES = 2**20
 
 
 @dataclass(frozen=True)

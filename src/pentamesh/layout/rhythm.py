@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, Layout
 from pentamesh.layout.moves import Move, crossing, mirror, moves
-from pentamesh.layout.policy import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES, Policy
+from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
 from pentamesh.layout.rules import SHARDED_KINDS
 from pentamesh.layout.split import split
 from pentamesh.model.dims import Dim, TensorSpec
@@ -120,7 +120,7 @@ def _fused(
 def buckets(model: ModelSpec, layout: Layout, itemsize: int) -> list[list[TensorSpec]]:
     """The buckets in which DDP reduces gradients, from the second step on: in the order gradients become ready.
 
-    A bucket closes when it has reached its limit, 1 MiB for the first and 25 MiB for the others.
+    A bucket closes when it has reached its limit.
     Source: torch.distributed `compute_bucket_assignment_by_size`, called by the reducer when it rebuilds its buckets.
     """
     found: list[list[TensorSpec]] = [[]]
@@ -128,7 +128,7 @@ def buckets(model: ModelSpec, layout: Layout, itemsize: int) -> list[list[Tensor
     for tensor in reversed(_by_readiness(model)):
         found[-1].append(tensor)
         size += split(tensor, Role.USE, layout).max_local_numel * itemsize
-        if size >= (DDP_FIRST_BUCKET_BYTES if len(found) == 1 else DDP_BUCKET_BYTES):
+        if size >= DDP_BUCKET_BYTES:
             found.append([])
             size = 0
     return [bucket for bucket in found if bucket]

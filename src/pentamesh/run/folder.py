@@ -14,6 +14,7 @@ export/         the model as a Hugging Face folder
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,8 +118,9 @@ def _step_of(line: str) -> int | None:
 
 def _append(path: Path, row: dict[str, Any]) -> None:
     """One line in one write, so that neither a reader nor a crash sees half of it."""
+    finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}  # JSON has no NaN
     with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps(finite) + "\n")
 
 
 def _replace(path: Path, text: str) -> None:

@@ -35,7 +35,7 @@ __all__ = ["keep", "located", "planned", "train"]
 def train(target: Path, overrides: Sequence[str], options: Options, *, even_so: bool = False) -> int:
     """Run the job in `target` (a job file or a plan.json) to its end and return the exit code.
 
-    Inside torchrun or SLURM this process is one rank; otherwise it starts them all. Raises PentameshError with the cause of a failure.
+    Inside torchrun this process is one rank; otherwise it starts them all. Raises PentameshError with the cause of a failure.
     """
     if "RANK" in os.environ:
         return work(lambda: keep(target, overrides, options, even_so), options)
@@ -108,6 +108,12 @@ def keep(target: Path, overrides: Sequence[str], options: Options, even_so: bool
         _check_machine(plan)
     _say_verdict(plan, even_so)
     folder = RunFolder(Path(str(plan.job.logging.folder)))
+    if target.resolve() in (folder.job.resolve(), folder.plan.resolve()):
+        raise InputError(
+            f"the run folder {folder.path} is where {target.name} lies, which the run would overwrite",
+            where="logging.folder",
+            hint="name another folder, or leave logging.folder out",
+        )
     plan = _after(folder, plan, options)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)

@@ -49,11 +49,9 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _record(self, name: str, leaves: list[Any]) -> None:
-        if name not in _KINDS:
-            raise AssertionError(f"the ledger does not know the collective c10d::{name}")
         group = next(found for leaf in leaves if (found := _group_of(leaf)) is not None)
         num_bytes = max((t.numel() * t.element_size() for t in leaves if isinstance(t, torch.Tensor)), default=0)
-        key = (self._phase(), _KINDS[name], self._world.axes_of(group), group.size(), num_bytes)
+        key = (self._phase(), _KINDS.get(name, name), self._world.axes_of(group), group.size(), num_bytes)
         if group.size() > 1:
             self._counts[key] += 1
 

@@ -11,6 +11,7 @@ import torch
 from pentamesh.checkpoint.keep import prune
 from pentamesh.checkpoint.load import load
 from pentamesh.checkpoint.save import save
+from pentamesh.errors import InputError
 from pentamesh.plan.plan import Plan
 from pentamesh.run.optim import STATE_NAMES
 from pentamesh.run.step import StepResult, Trainee
@@ -52,12 +53,12 @@ def tensors(trainee: Trainee) -> dict[str, torch.Tensor]:
     return found
 
 
-def store(folder: Path, trainee: Trainee, counters: Counters, plan: Plan) -> Path:
-    """Save a checkpoint and drop those beyond `checkpoint.keep`. Collective."""
+def store(folder: Path, trainee: Trainee, counters: Counters, plan: Plan, data: str) -> Path:
+    """Save a checkpoint and drop those beyond `checkpoint.keep`; `data` is the fingerprint of the prepared rows. Collective."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in trainee.optimizer.param_groups]
     facts: dict[str, Any] = {
         "counters": asdict(counters),
-        "data": {"seed": plan.job.training.seed, "consumed": counters.consumed},
+        "data": {"seed": plan.job.training.seed, "consumed": counters.consumed, "fingerprint": data},
         "param_groups": groups,
         "schedule": {"name": plan.job.optimizer.schedule},
         "precision": plan.precision.name,
@@ -70,10 +71,16 @@ def store(folder: Path, trainee: Trainee, counters: Counters, plan: Plan) -> Pat
     return path
 
 
-def restore(path: Path, trainee: Trainee) -> Counters:
-    """Fill the trainee from a checkpoint that verifies and return how far it was. Collective."""
+def restore(path: Path, trainee: Trainee, data: str) -> Counters:
+    """Fill the trainee from a checkpoint that verifies and return how far it was. Collective.
+
+    Raises InputError when the rows are not those that the checkpoint has consumed a part of: its place in them would mean nothing.
+    """
     found = tensors(trainee)
     facts = load(path, found, verified=True)
+    if facts["data"]["fingerprint"] != data:
+        hint = "give it the same files, held-out rows, seed, lengths and tokenizer, or start anew in another logging.folder"
+        raise InputError(f"the training data is not what {path.name} was trained on", where="data", hint=hint)
     torch.set_rng_state(found[f"rng.{trainee.world.rank}"])
     if trainee.world.device.type == "cuda":
         torch.cuda.set_rng_state(found[f"rng_cuda.{trainee.world.rank}"], trainee.world.device)

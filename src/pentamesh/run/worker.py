@@ -16,8 +16,10 @@ from pathlib import Path
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+import torch
+
 from pentamesh.checkpoint.together import first
-from pentamesh.errors import PentameshError
+from pentamesh.errors import InputError, PentameshError
 from pentamesh.plan.plan import Plan
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.loop import run
@@ -39,7 +41,7 @@ def work(prepare: Callable[[], RunFolder], options: Options) -> int:
         folder = first("planning", prepare)
         plan = Plan.read(folder.plan)
         # A plan for the CPU runs there, whatever else the machine has.
-        world = join(plan.layout, "cpu" if plan.hardware["device"]["kind"] == "cpu" else None)
+        world = join(plan.layout, _device_kind(plan))
         outcome = run(plan, folder, world, options)
         world.barrier()
         if world.is_first:
@@ -49,6 +51,15 @@ def work(prepare: Callable[[], RunFolder], options: Options) -> int:
         _report(folder, rank, error)
         return error.exit_code if isinstance(error, PentameshError) else 5
     return 0
+
+
+def _device_kind(plan: Plan) -> str:
+    """`cuda` or `cpu`, as planned. Raises InputError when a plan for GPUs meets a machine without."""
+    kind, name = plan.hardware["device"]["kind"], plan.hardware["device"]["name"]
+    if kind == "cuda" and not torch.cuda.is_available():
+        hint = "run it where they are, or try the layout here with --set hardware=2xCPU"
+        raise InputError(f"the plan is for {name}, and this machine has no CUDA device", where="hardware", hint=hint)
+    return kind
 
 
 def _report(folder: RunFolder | None, rank: int, error: Exception) -> None:
