@@ -115,7 +115,7 @@ def exit_codes() -> str:
     """One row a kind of error, beside success and the keyboard's interrupt."""
     kinds = [kind for kind in vars(pentamesh.errors).values() if isinstance(kind, type) and issubclass(kind, PentameshError)]
     rows = [(f"`{k.exit_code}`", f"`{k.__name__}`", inspect.getdoc(k) or "") for k in kinds if k is not PentameshError]
-    rows = [("`0`", "", "Done."), *sorted(rows), ("`130`", "", "Interrupted from the keyboard.")]
+    rows = [("`0`", "", "Done."), *sorted(rows), ("`128 + n`", "", "Ended by signal n: 130 from the keyboard, 143 by a scheduler.")]
     return _table(("code", "error", "meaning"), rows)
 
 

@@ -6,8 +6,8 @@
     |-- Drift                 4   what was built differs from what was planned
     `-- RunFailed             5   the run started and could not finish
 
-Exit code 0 is success; 130 is an interrupt from the keyboard. An error carries *all* the problems found at once, each as what (with
-numbers), where (file and line, or tensor) and a hint that would work.
+Exit code 0 is success; 128 + n is an end by signal n (130 from the keyboard, 143 by a scheduler). An error carries *all* the problems
+found at once, each as what (with numbers), where (file and line, or tensor) and a hint that would work.
 """
 
 from __future__ import annotations

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
 from pathlib import Path
+
+import pytest
 
 from pentamesh.errors import InputError, RunFailed
 from pentamesh.run.folder import RunFolder
@@ -28,3 +33,31 @@ def test_what_was_refused_on_purpose_outranks_a_lost_peer(tmp_path: Path) -> Non
     found = folder.read_outcome() or {}
     assert found["exit_code"] == InputError.exit_code
     assert found["problems"] == [{"what": "no rows", "where": "rows.jsonl", "hint": ""}]
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    """JSON has neither NaN nor infinities; a reader of another language stops at them."""
+    folder = RunFolder(tmp_path)
+    folder.append_metrics({"step": 1, "grad_norm": math.nan, "inner": {"loss": [math.inf, 1.0]}})
+    read = json.loads(folder.metrics.read_text(), parse_constant=pytest.fail)
+    assert (read["grad_norm"], read["inner"]) == (None, {"loss": [None, 1.0]})
+
+
+def test_what_cannot_be_written_is_no_second_failure(tmp_path: Path) -> None:
+    """A full disk: here, a folder in place of the file."""
+    folder = RunFolder(tmp_path)
+    folder.outcome.mkdir()
+    folder.record_failure(0, RunFailed("the disk is full"))
+    assert folder.read_outcome() is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", "\ufeff"])
+def test_an_outcome_that_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "outcome.json").write_text(text)
+    assert RunFolder(tmp_path).read_outcome() is None
+
+
+def test_the_file_that_failed_is_named(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.record_failure(1, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/metrics.jsonl"))
+    assert (folder.read_outcome() or {})["problems"] == [{"what": "No space left on device", "where": "/full/metrics.jsonl (rank 1)", "hint": ""}]

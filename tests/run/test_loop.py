@@ -149,3 +149,26 @@ def test_other_data_is_not_gone_on_with(tmp_path: Path) -> None:
     toy.rows(tmp_path / "rows.jsonl", 40, seed=1)
     with pytest.raises(InputError, match="the training data is not what step-00000002 was trained on"):
         trained(job, Options(resume=True))
+
+
+def test_a_run_goes_on_without_its_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What is lost with plan.json is a comparison, not a run."""
+    job = toy.job(tmp_path, training__steps=4)
+    folder = trained(job, Options(stop_at=2))
+    folder.plan.unlink()
+    trained(job, Options(resume=True))
+    assert "what changed since the checkpoint cannot be told" in capfd.readouterr().err
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4]
+
+
+def test_a_run_that_would_end_before_its_checkpoint(tmp_path: Path) -> None:
+    job = toy.job(tmp_path, training__steps=4)
+    trained(job, Options(stop_at=3))
+    with pytest.raises(InputError, match="the checkpoint is of step 3, and the run ends at step 2"):
+        trained(job, Options(resume=True, stop_at=2))
+
+
+def test_what_a_first_save_left_is_no_checkpoint(tmp_path: Path) -> None:
+    job = toy.job(tmp_path)
+    (tmp_path / "runs/job/checkpoints/step-00000002.partial").mkdir(parents=True)
+    assert keep(job, (), PLAIN, even_so=False).plan.exists()

@@ -8,19 +8,23 @@ held_out.jsonl  one line an evaluation, the one before the first step included
 checkpoints/    step-00000050/ ...
 receipt.json    predicted, measured and their ratio
 outcome.json    how it ended, and the exit code
+run.lock        locked by the process that writes here
 export/         the model as a Hugging Face folder
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
+import platform
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from pentamesh.errors import PentameshError, Problem, RunFailed
+from pentamesh.errors import InputError, PentameshError, Problem, RunFailed
 
 __all__ = ["METRICS_SCHEMA", "OUTCOME_SCHEMA", "RunFolder", "write_json"]
 
@@ -83,30 +87,65 @@ class RunFolder:
         """Drop the lines after `step`, and a last one that a crash cut short: a resumed run writes them again."""
         for path in (self.metrics, self.held_out):
             if path.exists():
-                kept = [line for line in path.read_text().splitlines() if (at := _step_of(line)) is not None and at <= step]
+                kept = [line for line in path.read_text(errors="replace").splitlines() if (at := _step_of(line)) is not None and at <= step]
                 _replace(path, "".join(line + "\n" for line in kept))
 
     def record_failure(self, rank: int, error: BaseException) -> None:
-        """Write how the run failed. What pentamesh refused on purpose outranks what another rank only felt as a lost peer."""
+        """Write how the run failed, if it can be written. What pentamesh refused on purpose outranks what another rank only felt as a lost peer."""
         on_purpose = isinstance(error, PentameshError)
         if self.outcome.exists() and not on_purpose:
             return
-        problems = error.problems if isinstance(error, PentameshError) else (Problem(f"{type(error).__name__}: {error}", f"rank {rank}"),)
+        problems = error.problems if isinstance(error, PentameshError) else (_unexpected(error, rank),)
         code = error.exit_code if isinstance(error, PentameshError) else RunFailed.exit_code
-        self.record_outcome("failed", code, rank=rank, problems=[asdict(problem) for problem in problems])
+        with suppress(OSError):  # a full disk must not hide what happened from who reads the terminal
+            self.record_outcome("failed", code, rank=rank, problems=[asdict(problem) for problem in problems])
 
     def record_outcome(self, outcome: str, exit_code: int, **facts: Any) -> None:
-        """Write outcome.json: `done`, `stopped` (asked to) or `failed`, and the exit code."""
+        """Write outcome.json: `done`, `stopped` (asked to), `interrupted` (by a signal) or `failed`, and the exit code."""
         write_json(self.outcome, OUTCOME_SCHEMA | {"outcome": outcome, "exit_code": exit_code} | facts)
 
     def read_outcome(self) -> dict[str, Any] | None:
-        """What outcome.json says, or None where there is none."""
-        return json.loads(self.outcome.read_text()) if self.outcome.exists() else None
+        """What outcome.json says, or None where there is none that can be read."""
+        try:
+            found = json.loads(self.outcome.read_text())
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) and "outcome" in found else None
+
+    def claim(self) -> None:
+        """Keep every other run out of the folder until this process ends, however it ends. Raises InputError where another one is at work."""
+        if self.path in _claims:
+            return
+        lock = (self.path / "run.lock").open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            raise InputError(
+                f"a run is at work in {self.path}: {holder}", where="logging.folder", hint="wait for it, or choose another folder"
+            ) from None
+        except OSError:
+            return  # a file system without locks
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}\n")
+        lock.flush()
+        _claims[self.path] = lock
+
+
+# Open for as long as this process lives: the system releases a lock with its file.
+_claims: dict[Path, TextIO] = {}
+
+
+def _unexpected(error: BaseException, rank: int) -> Problem:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return Problem(error.strerror, f"{error.filename} (rank {rank})")
+    return Problem(f"{type(error).__name__}: {error}", f"rank {rank}")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON at once: the file is whole or absent."""
-    _replace(path, json.dumps(content, indent=2) + "\n")
+    """Write JSON at once: the file is whole or absent. What is not finite, JSON has no number for: it becomes null."""
+    _replace(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
 
 
 def _step_of(line: str) -> int | None:
@@ -116,11 +155,18 @@ def _step_of(line: str) -> int | None:
         return None
 
 
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _append(path: Path, row: dict[str, Any]) -> None:
     """One line in one write, so that neither a reader nor a crash sees half of it."""
-    finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}  # JSON has no NaN
     with path.open("a") as file:
-        file.write(json.dumps(finite) + "\n")
+        file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
 
 
 def _replace(path: Path, text: str) -> None:

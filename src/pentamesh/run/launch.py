@@ -8,12 +8,14 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from pentamesh.checkpoint.keep import published
 from pentamesh.errors import DoesNotFit, Drift, InputError, PentameshError, Problem, RunFailed
 from pentamesh.job.hardware import Hardware, read_hardware
 from pentamesh.job.job import Job
@@ -40,8 +42,7 @@ def train(target: Path, overrides: Sequence[str], options: Options, *, even_so: 
     if "RANK" in os.environ:
         return work(lambda: keep(target, overrides, options, even_so), options)
     folder = keep(target, overrides, options, even_so, here=True)
-    _start_ranks(folder, Plan.read(folder.plan).layout.mesh.num_ranks, options)
-    return 0
+    return _start_ranks(folder, Plan.read(folder.plan).layout.mesh.num_ranks, options)
 
 
 def planned(target: Path, overrides: Sequence[str]) -> Plan:
@@ -117,6 +118,7 @@ def keep(target: Path, overrides: Sequence[str], options: Options, even_so: bool
     plan = _after(folder, plan, options)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
+        folder.claim()
         plan.write(folder.plan)
         folder.job.write_text(yaml.safe_dump(plan.job.model_dump(mode="json"), sort_keys=False))
         folder.outcome.unlink(missing_ok=True)
@@ -167,13 +169,17 @@ def _say_verdict(plan: Plan, even_so: bool) -> None:
 
 def _after(folder: RunFolder, plan: Plan, options: Options) -> Plan:
     """The plan with its parent when an earlier one is continued. A folder with checkpoints is not overwritten unasked."""
-    if not any(folder.checkpoints.glob("step-*")):
+    if not published(folder.checkpoints):
         return plan
     if not options.resume:
         raise InputError(
             f"{folder.path} already holds checkpoints of a run", where="logging.folder", hint="continue it with --resume, or choose another folder"
         )
-    earlier = Plan.read(folder.plan)
+    try:
+        earlier = Plan.read(folder.plan)
+    except InputError as error:
+        print(f"what changed since the checkpoint cannot be told: {error.problems[0].what}", file=sys.stderr)  # noqa: T201
+        return plan
     before, now = earlier.layout.mesh.num_ranks, plan.layout.mesh.num_ranks
     if before != now:
         hint = f"run it on {before} processes (hardware, layout), or start anew in another logging.folder from `pentamesh export {folder.path}`"
@@ -200,13 +206,14 @@ def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _start_ranks(folder: RunFolder, num_ranks: int, options: Options) -> None:
-    """Start the ranks under torchrun's agent and wait. Raises what went wrong, from the run folder's outcome."""
+def _start_ranks(folder: RunFolder, num_ranks: int, options: Options) -> int:
+    """Start the ranks under torchrun's agent, wait and return the exit code. Raises what went wrong, from the run folder's outcome."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its words are about agents; ours follow
-    os.environ[LAUNCHED] = "1"
+    os.environ[LAUNCHED] = str(os.getpid())
     if num_ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     config = LaunchConfig(
@@ -226,13 +233,28 @@ def _start_ranks(folder: RunFolder, num_ranks: int, options: Options) -> None:
         elastic_launch(config, sys.executable)("-m", "pentamesh.run.worker", str(folder.path), *flags)
     except ChildFailedError as error:
         raise _cause(folder, error.failures) from None
+    except SignalException as error:
+        return _interrupted(folder, error.sigval)
+    return 0
+
+
+def _interrupted(folder: RunFolder, number: signal.Signals) -> int:
+    """Say and record that a signal ended the run (Ctrl-C, a scheduler), and return the exit code that shells give it."""
+    hint = f"--resume goes on from {found[0].name}" if (found := published(folder.checkpoints)) else "no checkpoint was saved yet"
+    print(f"ended by {number.name}; {hint}", file=sys.stderr)  # noqa: T201
+    code = 128 + number
+    with suppress(OSError):
+        folder.record_outcome("interrupted", code, signal=number.name)
+    return code
 
 
 def _cause(folder: RunFolder, failures: dict[int, Any]) -> PentameshError:
     """Why the ranks ended: a rank that was killed comes first, then what a rank wrote, then the bare exit code."""
-    killed = {rank: -f.exitcode for rank, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
+    # The agent itself ends the others by SIGTERM, after the first to fail.
+    first = next(iter(failures))
+    killed = {rank: -f.exitcode for rank, f in failures.items() if f.exitcode < 0 and (-f.exitcode != signal.SIGTERM or rank == first)}
     outcome = folder.read_outcome()
-    hint = "continue with --resume from the newest checkpoint" if any(folder.checkpoints.glob("step-*")) else ""
+    hint = "continue with --resume from the newest checkpoint" if published(folder.checkpoints) else ""
     if killed:
         rank, number = next(iter(killed.items()))
         name = signal.Signals(number).name

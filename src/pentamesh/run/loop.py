@@ -84,6 +84,9 @@ def run(plan: Plan, folder: RunFolder, world: World, options: Options) -> str:
     counters = _start(made, options)
     measured = Measurements()
     last = min(made.num_steps, options.stop_at or made.num_steps)
+    if counters.step > last:
+        where = "training" if last == made.num_steps else "--stop-at"
+        raise InputError(f"the checkpoint is of step {counters.step}, and the run ends at step {last}", where=where, hint="let the run end later")
     while counters.step < last:
         counters = _one_step(made, counters, measured)
         if counters.step == last or _due(counters.step, plan.job.checkpoint.every):

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 # torch's profiler, which measures the peak on CPU, announces itself on stderr otherwise; so does its allocator about blocks older than it.
@@ -19,7 +23,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 
 from pentamesh.checkpoint.together import first
-from pentamesh.errors import InputError, PentameshError
+from pentamesh.errors import InputError, PentameshError, RunFailed
 from pentamesh.plan.plan import Plan
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.loop import run
@@ -28,8 +32,10 @@ from pentamesh.run.world import connect, environment, join, leave
 
 __all__ = ["LAUNCHED", "main", "work"]
 
-# Set by `pentamesh train`: the launcher prints the outcome once, so ranks keep quiet about theirs.
+# Set by `pentamesh train` to its process id: the launcher prints the outcome once, so ranks keep quiet about theirs.
 LAUNCHED = "PENTAMESH_LAUNCHED"
+# A rank outlives its launcher by no more than this.
+LAUNCHER_POLL_S = 0.5
 
 
 def work(prepare: Callable[[], RunFolder], options: Options) -> int:
@@ -67,16 +73,28 @@ def _report(folder: RunFolder | None, rank: int, error: Exception) -> None:
     expected = isinstance(error, PentameshError)
     if folder is not None and folder.path.is_dir():
         if not expected:
-            (folder.path / f"traceback-rank-{rank}.txt").write_text("".join(traceback.format_exception(error)))
+            with suppress(OSError):  # a full disk
+                (folder.path / f"traceback-rank-{rank}.txt").write_text("".join(traceback.format_exception(error)))
         folder.record_failure(rank, error)
-    if LAUNCHED not in os.environ and (expected is False or rank == 0):
+    heard = LAUNCHED in os.environ and folder is not None and folder.read_outcome() is not None
+    if not heard and (expected is False or rank == 0):
         text = str(error) if expected else f"error: rank {rank}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _follow(launcher: int) -> None:
+    """End with the launcher: a rank that outlives it is one that nobody waits for and nobody finds."""
+    while os.getppid() == launcher:
+        time.sleep(LAUNCHER_POLL_S)
+    os._exit(RunFailed.exit_code)
 
 
 def main() -> int:
     """Entry point of a rank whose run folder exists already."""
     parser = argparse.ArgumentParser(prog="python -m pentamesh.run.worker", description="One rank of a run whose plan is in RUN_FOLDER.")
+    if LAUNCHED in os.environ:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher's to tell
+        threading.Thread(target=_follow, args=(int(os.environ[LAUNCHED]),), daemon=True).start()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--stop-at", type=int)
