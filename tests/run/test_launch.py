@@ -132,8 +132,14 @@ def test_a_plan_is_run_as_it_stands(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "runs/plan/plan.json").read_text())
     assert kept["fingerprint"] == json.loads(printed)["fingerprint"]
 
-    tensor = json.loads(printed) | {"layout": json.loads(printed)["layout"] | {"dp_shard": 1, "tp": 2}}
-    (tmp_path / "tensor.json").write_text(json.dumps(tensor))
+    altered = json.loads(printed) | {"layout": json.loads(printed)["layout"] | {"dp_shard": 1, "tp": 2}}
+    (tmp_path / "altered.json").write_text(json.dumps(altered))
+    code, talk = ran("pentamesh", "train", "altered.json", cwd=tmp_path)
+    assert code == 2
+    assert "was altered since it was made" in talk
+
+    command = [*PYTHON, "pentamesh", "plan", "job.yaml", "--set", "layout.shard=none", "--layout", "tensor=2", "--json"]
+    (tmp_path / "tensor.json").write_text(subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout)
     code, talk = ran("pentamesh", "train", "tensor.json", cwd=tmp_path)
     assert code == 2
     assert "planned but not trained yet" in talk

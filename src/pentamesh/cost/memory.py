@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from pentamesh.cost import activations
 from pentamesh.cost.holding import NF4_BYTES, Holding, states
-from pentamesh.cost.needs import Memory, Range, Stage
+from pentamesh.cost.needs import Memory, Range, Stage, Verdict
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.policy import Policy
@@ -241,7 +241,7 @@ def memory(held: Holding, policy: Policy, precision: Precision, batch: Batch, *,
     return Memory(usable_bytes, fullest.peak_bytes, max(s.states_bytes for s in stages), fullest.parts_bytes, tuple(stages))
 
 
-def verdict(found: Memory) -> str:
+def verdict(found: Memory) -> Verdict:
     """`fits` when even the high estimate does, `does_not_fit` when the expected one does not, else `at_risk`."""
     if found.peak_bytes.high <= found.usable_bytes:
         return "fits"

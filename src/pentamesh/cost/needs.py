@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["Communication", "Memory", "Range", "Stage", "Time"]
+__all__ = ["Communication", "Memory", "Range", "Stage", "Time", "Verdict"]
+
+Verdict = Literal["fits", "at_risk", "does_not_fit"]
 
 
 @dataclass(frozen=True)

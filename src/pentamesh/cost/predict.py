@@ -8,7 +8,7 @@ from functools import cached_property
 from pentamesh.cost.compute import flop_per_token, peak_flop_per_s, tokens_per_step, work
 from pentamesh.cost.holding import Holding
 from pentamesh.cost.memory import memory, verdict
-from pentamesh.cost.needs import Communication, Memory, Range, Time
+from pentamesh.cost.needs import Communication, Memory, Range, Time, Verdict
 from pentamesh.cost.traffic import communication, flows
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Batch
@@ -38,7 +38,7 @@ class Prediction:
     memory: Memory
 
     @property
-    def verdict(self) -> str:
+    def verdict(self) -> Verdict:
         return verdict(self.memory)
 
     @cached_property

@@ -5,20 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from pentamesh.cost.needs import Communication, Memory, Range, Stage, Time
-from pentamesh.errors import InputError
+from pydantic import TypeAdapter, ValidationError
+
+from pentamesh.cost.needs import Communication, Memory, Range, Stage, Time, Verdict
+from pentamesh.errors import InputError, Problem
 from pentamesh.job.job import Job
 from pentamesh.job.precision import PRECISIONS, Precision
-from pentamesh.layout.mesh import Layout, Mesh
+from pentamesh.layout.mesh import Layout
 from pentamesh.layout.policy import Policy
 
 __all__ = ["SCHEMA", "VERSION", "Alternative", "Communication", "Memory", "Plan", "Range", "Stage", "Time"]
 
 SCHEMA, VERSION = "pentamesh.plan", 1
+MAX_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Alternative:
     """A layout that was judged and not chosen."""
 
     layout: dict[str, Any]
-    verdict: str
+    verdict: Verdict
     step_s: float
     why_not: str
 
@@ -41,7 +44,7 @@ class Plan:
     layout: Layout
     policy: Policy
     precision: Precision
-    verdict: str
+    verdict: Verdict
     memory: Memory
     time: Time
     communication: tuple[Communication, ...]
@@ -100,47 +103,47 @@ class Plan:
         os.replace(partial, path)
 
     @classmethod
-    def read(cls, path: Path) -> Plan:
-        """A plan as `write` left it. Raises InputError for a file that is none, or of another version."""
+    def read(cls, path: Path, *, as_made: bool = False) -> Plan:
+        """A plan as `write` left it. Raises InputError for a file that is none, or of another version, or (`as_made`) was altered since."""
+        hint = "make one with `pentamesh plan job.yaml --json > plan.json`"
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(), parse_constant=_no_number)
             if found["schema"] != SCHEMA or found["version"] != VERSION:
-                raise InputError(f"{path} is {found['schema']} version {found['version']}, not {SCHEMA} version {VERSION}")
-            return cls._from_json(found)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path} is not a plan: {error}", hint="make one with `pentamesh plan job.yaml --json > plan.json`") from error
+                raise InputError(f"{path} is {found['schema']} version {found['version']}, not {SCHEMA} version {VERSION}", hint=hint)
+            plan = cls._from_json(found)
+        except ValidationError as error:
+            raise InputError(*(Problem(f"{path} is not a plan: {_told(e)}", hint=hint) for e in error.errors()[:MAX_PROBLEMS])) from None
+        except KeyError as error:
+            raise InputError(f"{path} is not a plan: it has no {error}", hint=hint) from None
+        except OSError as error:
+            raise InputError(f"there is no plan to read: {error.strerror}", where=str(path), hint=hint) from None
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise InputError(f"{path} is not a plan: {error}", hint=hint) from None
+        if as_made and found["fingerprint"] != plan.fingerprint:
+            what = f"{path} was altered since it was made: it is plan {found['fingerprint']}, and what it says makes {plan.fingerprint}"
+            raise InputError(what, hint="change the job and plan it again: what a plan predicts holds for what was planned")
+        return plan
 
     @classmethod
     def _from_json(cls, found: dict[str, Any]) -> Plan:
+        """Raises ValidationError for every value that is not of its field's type, and KeyError for what is missing."""
         layout = dict(found["layout"])
-        mesh = Mesh(**{axis: layout.pop(axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")})
-        del layout["edp"]
-        policy = {key: value for key, value in found["policy"].items() if key != "schedule"}
+        mesh = {axis: layout.pop(axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
+        content = {part.name: found[part.name] for part in fields(cls)}
+        content |= {"layout": {"mesh": mesh, **layout}, "policy": dict(found["policy"])}
+        plan = TypeAdapter(cls).validate_json(json.dumps(content), strict=True)
+        if plan.precision != PRECISIONS.get(plan.precision.name):
+            raise ValueError(f"{plan.precision} is no precision that is known")
+        return plan
 
-        def memory(part: dict[str, Any]) -> dict[str, Any]:
-            return {**part, "peak_bytes": Range(**part["peak_bytes"])}
 
-        stages = tuple(Stage(**memory(stage)) for stage in found["memory"]["stages"])
-        return cls(
-            job=Job(**found["job"]),
-            model=found["model"],
-            hardware=found["hardware"],
-            layout=Layout(mesh, **layout),
-            policy=Policy(**policy),
-            precision=PRECISIONS[found["precision"]["name"]],
-            verdict=found["verdict"],
-            memory=Memory(**{**memory(found["memory"]), "stages": stages}),
-            time=Time(**{**found["time"], "step_s": Range(**found["time"]["step_s"])}),
-            communication=tuple(Communication(**c) for c in found["communication"]),
-            tokens_per_s=found["tokens_per_s"],
-            tokens_per_s_per_gpu=found["tokens_per_s_per_gpu"],
-            mfu=found["mfu"],
-            reasons=tuple(found["reasons"]),
-            alternatives=tuple(Alternative(**a) for a in found["alternatives"]),
-            changes_that_fit=tuple(found["changes_that_fit"]),
-            overrides=found["overrides"],
-            parent=found["parent"],
-        )
+def _no_number(constant: str) -> float:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def _told(error: Any) -> str:
+    """One of pydantic's errors: `layout.mesh.tp: Input should be a valid integer`."""
+    return f"{'.'.join(map(str, error['loc']))}: {error['msg']}"
 
 
 def _decisive(job: Job) -> dict[str, Any]:

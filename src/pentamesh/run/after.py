@@ -20,6 +20,10 @@ __all__ = ["export_run"]
 def export_run(run: Path, target: Path | None = None, step: int | None = None, dtype: str | None = None) -> Path:
     """The Hugging Face folder that a run's checkpoint was written to: of `step`, or the newest that verifies. Raises InputError."""
     folder = RunFolder(run)
+    if not folder.plan.is_file():
+        raise InputError(
+            f"{run} is no run folder: it has no {folder.plan.name}", where=str(run), hint="give the folder that `pentamesh train` wrote to"
+        )
     plan = Plan.read(folder.plan)
     saved = _saved(folder, step)
     source = model_folder(plan.job.model, Path())

@@ -50,7 +50,7 @@ def planned(target: Path, overrides: Sequence[str]) -> Plan:
     if target.suffix == ".json":
         if overrides:
             raise InputError("a plan takes no overrides: it is run as it stands", where=str(target), hint="give the job file, then --set works")
-        plan = Plan.read(target)
+        plan = Plan.read(target, as_made=True)
         check_trainable(plan.job, str(target))
         _check_runnable(plan, str(target))
         _model(plan.job, target)
