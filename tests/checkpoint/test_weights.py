@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -210,6 +211,45 @@ def nothing(folder: Path) -> None:
     (folder / INDEX).unlink()
 
 
+def edit_header(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = first_shard(folder).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    first_shard(folder).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def header_of_lists(folder: Path) -> None:
+    first_shard(folder).write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
+
+
+def offsets_below_zero(folder: Path) -> None:
+    def change(header: dict[str, Any]) -> None:
+        entry = next(entry for name, entry in header.items() if name != "__metadata__")
+        entry["data_offsets"] = [offset - 10_000 for offset in entry["data_offsets"]]
+
+    edit_header(folder, change)
+
+
+def overlapping(folder: Path) -> None:
+    """Two tensors of one size in one place: a file that looks whole, and of which one tensor is another's values."""
+
+    def change(header: dict[str, Any]) -> None:
+        entries = [entry for name, entry in header.items() if name != "__metadata__"]
+        one, other = next((a, b) for a in entries for b in entries if a is not b and a["shape"] == b["shape"])
+        other["data_offsets"] = one["data_offsets"]
+
+    edit_header(folder, change)
+
+
+def index_of(place: Any) -> Callable[[Path], None]:
+    def index_of_no_file(folder: Path) -> None:
+        edit_index(folder, lambda places: places.__setitem__("model.norm.weight", place))
+
+    return index_of_no_file
+
+
 HARM: list[tuple[Callable[[Path], None], str]] = [
     (truncated, "model-00001-of-0000"),
     (truncated, "bytes expected, 2,000 found"),
@@ -223,6 +263,12 @@ HARM: list[tuple[Callable[[Path], None], str]] = [
     (linked, "leads out of the folder"),
     (index_broken, "model.safetensors.index.json is not an index"),
     (index_of_pickles, "the weights are pickles (pytorch_model.bin)"),
+    (header_of_lists, "its header cannot be understood"),
+    (offsets_below_zero, "offsets that are not whole numbers"),
+    (overlapping, "and what is before it ends at"),
+    (index_of(5), "model.safetensors.index.json is not an index"),
+    (index_of("a\0b"), "is no name of a file"),
+    (index_of("a" * 3000), "is no name of a file"),
     (nothing, "there is neither model.safetensors nor model.safetensors.index.json"),
 ]
 
@@ -236,6 +282,22 @@ def test_a_folder_that_cannot_be_used_says_why(tmp_path: Path, harm: Callable[[P
     with pytest.raises(InputError) as error:
         Weights.open(folder)
     assert said in str(error.value)
+
+
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    """As floating point they would be read without a word, and train to nothing."""
+    built = toy(tmp_path)
+    save_file({name: value.view(torch.int32) if "norm" in name else value for name, value in built.state_dict().items()}, tmp_path / SINGLE)
+    with pytest.raises(InputError, match=r"model\.norm\.weight \[hidden\] is stored as I32"):
+        Weights.open(tmp_path).check(spec(tmp_path))
+
+
+def test_a_config_of_another_model_is_told_in_few_lines(tmp_path: Path) -> None:
+    toy(tmp_path)
+    with pytest.raises(InputError) as error:
+        Weights.open(tmp_path).check(spec(tmp_path, hidden_size=32, intermediate_size=48, num_hidden_layers=5))
+    assert len(error.value.problems) == 21
+    assert "more tensors do not fit the config" in error.value.problems[-1].what
 
 
 def test_all_broken_files_are_named_at_once(tmp_path: Path) -> None:

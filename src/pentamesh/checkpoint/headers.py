@@ -87,7 +87,7 @@ def read_header(path: Path) -> Header:
         entries = _entries(found, 8 + length)
     except OSError as error:
         raise InputError(f"{path.name} cannot be read: {error.strerror}", where=str(path)) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(_broken(path, f"its header cannot be understood ({error})")) from error
     expected = max((entry.end for entry in entries.values()), default=8 + length)
     if expected != size:
@@ -108,10 +108,17 @@ def _entries(found: dict, start: int) -> dict[str, Entry]:
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"{name} has dtype {entry['dtype']}, known are {', '.join(DTYPES)}")
         shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+            raise ValueError(f"{name} has a shape or offsets that are not whole numbers")
         if math.prod(shape) * DTYPES[entry["dtype"]].itemsize != end - begin:
             raise ValueError(f"{name} {list(shape)} {entry['dtype']} does not take {end - begin} bytes")
         offset = tuple(sharding[name]["saved_offsets"]) if name in sharding else (0,) * len(shape)
         entries[name] = Entry(entry["dtype"], shape, start + begin, start + end, offset)
+    ends = start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != ends:
+            raise ValueError(f"{name} begins at byte {entry.begin:,}, and what is before it ends at {ends:,}")
+        ends = entry.end
     return entries
 
 

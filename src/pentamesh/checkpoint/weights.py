@@ -25,6 +25,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # A buffer that files of old kept for each layer; it is computed from the config (transformers drops it too: modeling_utils, inv_freq).
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 _COMPARE_BYTES = 2**20
+_MAX_NAME_BYTES = 255  # of Linux and macOS (NAME_MAX)
+# A config of another model differs in every layer: these say enough.
+_MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,11 @@ class Weights:
     def check(self, model: ModelSpec) -> None:
         """Raise InputError with everything in which the folder is not `model`: tensors missing, unexpected, of another shape or wrongly tied."""
         wanted = {file_name(tensor): tensor for tensor in model.tensors}
-        problems = [*self._missing(wanted), *self._unexpected(wanted, model), *self._misshapen(wanted)]
+        problems = [*self._missing(wanted), *self._unexpected(wanted, model), *self._misshapen(wanted), *self._not_weights(wanted)]
         if not problems:
             problems = [problem for tensor in model.tensors if tensor.tied_to for problem in self._untied(file_name(tensor), tensor)]
+        if len(problems) > _MAX_PROBLEMS:
+            problems[_MAX_PROBLEMS:] = [Problem(f"{len(problems) - _MAX_PROBLEMS} more tensors do not fit the config", str(self.folder))]
         if problems:
             raise InputError(*problems)
 
@@ -100,6 +105,12 @@ class Weights:
             found, shape = self.tensors[name].entry.shape, wanted[name].shape
             if found != shape:
                 yield Problem(f"{wanted[name]} should be {list(shape)} and is {list(found)}", str(self.tensors[name].path))
+
+    def _not_weights(self, wanted: dict[str, TensorSpec]) -> Iterator[Problem]:
+        for name in sorted(self.tensors.keys() & wanted.keys()):
+            if not self.tensors[name].entry.torch_dtype.is_floating_point:
+                what = f"{wanted[name]} is stored as {self.tensors[name].entry.dtype}, which is no dtype of weights"
+                yield Problem(what, str(self.tensors[name].path), "quantised weights are not trained: give the model that they were made from")
 
     def _untied(self, name: str, tensor: TensorSpec) -> Iterator[Problem]:
         """A problem when the file has both names of a tied tensor with different values: one of them would be lost in silence."""
@@ -153,7 +164,7 @@ def _indexed(index: Path, problems: list[Problem]) -> dict[str, set[str]]:
         places = json.loads(_checked(index.parent, index.name).read_text())["weight_map"]
         files: dict[str, set[str]] = {}
         for name, file in places.items():
-            files.setdefault(file, set()).add(name)
+            files.setdefault(PurePosixPath(file).as_posix(), set()).add(name)
         return files
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problems.append(Problem(f"{INDEX} is not an index of safetensors files: {error}", str(index)))
@@ -163,6 +174,8 @@ def _indexed(index: Path, problems: list[Problem]) -> dict[str, set[str]]:
 def _checked(folder: Path, name: str) -> Path:
     """The file of that name, which stays in the folder. Raises InputError otherwise."""
     path = folder / name
+    if "\0" in name or any(len(part.encode()) > _MAX_NAME_BYTES for part in PurePosixPath(name).parts):
+        raise InputError(f"{name[:40]!r} is no name of a file", where=str(folder), hint="copy or download the folder again")
     if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or not inside(path, folder):
         raise InputError(f"{name} leads out of the folder", where=str(folder), hint="put the file itself into the folder")
     if not path.is_file():

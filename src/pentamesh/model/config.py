@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,25 @@ __all__ = ["BUILT_AS", "as_built", "canonical", "check", "parse_config", "read_c
 MAX_CONFIG_BYTES = 4 * 2**20
 # The deepest published decoder has 126 layers; each costs a dozen tensors here, so that a slip of the keyboard should not exhaust memory.
 MAX_LAYERS = 10_000
+# No dim of a model comes near; beyond it, arithmetic on shapes only makes numbers that nobody can read.
+MAX_SIZE = 10**9
+# What the modules are built with, by the names of transformers; those with parameters of their own are of no described family.
+ACTIVATIONS = (
+    "silu",
+    "swish",
+    "gelu",
+    "gelu_new",
+    "gelu_fast",
+    "gelu_pytorch_tanh",
+    "gelu_python",
+    "quick_gelu",
+    "relu",
+    "relu2",
+    "relu6",
+    "sigmoid",
+    "tanh",
+)
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
 # What a missing key means to transformers 5 where that is not "as many as the query heads". Source: configuration_{mistral,qwen2,qwen3}.py.
@@ -120,12 +140,27 @@ def _faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for key, value in (sizes | optional).items():
         if value is None or not _is_count(value):
             bad.add(key)
-            yield key, f"{key} is missing" if value is None else f"{key} = {value!r} is not a whole number above 0", "fetch the config.json again"
+            said = f"{key} is missing" if value is None else f"{key} = {repr(value)[:40]} is not a whole number from 1 to {MAX_SIZE:,}"
+            yield key, said, "fetch the config.json again"
     for key in FLAGS:
         if not isinstance(config.get(key), bool | None):
             yield key, f"{key} = {config[key]!r} is neither true nor false", "fetch the config.json again"
+    yield from _numbers(config)
     if not bad:
         yield from _inconsistent({**optional, **sizes})
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """What transformers would compute with, or look up, only once the modules are built."""
+    rope = _rope(config)
+    reals = {"rms_norm_eps": config.get("rms_norm_eps"), "initializer_range": config.get("initializer_range")}
+    for key, value in (reals | {"rope_theta": rope.get("rope_theta"), "rope factor": rope.get("factor")}).items():
+        real = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+        if value is not None and not real:
+            yield key, f"{key} = {value!r} is not a number above 0", "fetch the config.json again"
+    for key, value, known in (("hidden_act", config.get("hidden_act"), ACTIVATIONS), ("rope_type", rope.get("rope_type"), ROPE_TYPES)):
+        if value is not None and value not in known:
+            yield key, f"{key} = {value!r} is not one that is known", f"known are {', '.join(known)}"
 
 
 def _too_deep(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -138,7 +173,7 @@ def _too_deep(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_SIZE
 
 
 def _inconsistent(size: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -165,6 +200,9 @@ def _spellings(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     inner = rope.get("rope_theta") if isinstance(rope, dict) else None
     if theta is not None and inner is not None and theta != inner:
         yield "rope_theta", f"rope_theta = {theta!r} and rope_parameters.rope_theta = {inner!r}", "keep one of them"
+    kinds = [part.get("rope_type", part.get("type")) for part in (config.get("rope_scaling"), rope) if isinstance(part, dict)]
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
+        yield "rope_scaling", f"rope_scaling is of type {kinds[0]!r} and rope_parameters of type {kinds[1]!r}", "keep one of them"
     for key in ("rope_scaling", "rope_parameters"):
         if config.get(key) is not None and not isinstance(config[key], dict):
             yield key, f"{key} = {config[key]!r} is not a mapping", "fetch the config.json again"

@@ -9,9 +9,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pentamesh.errors import InputError
 from pentamesh.job.job import Model
+from pentamesh.model.read import HUB_ID
 
 __all__ = ["model_folder", "tokenizer_of"]
 
+REASON_SHOWN = 160
 # Weights as safetensors, and what describes them: never pickles, never code.
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 
@@ -21,6 +23,10 @@ def model_folder(model: Model, base: Path) -> Path:
     for candidate in (base / model.name, Path(model.name)):
         if (candidate / "config.json").is_file():
             return candidate.resolve()
+        if candidate.exists():
+            raise InputError(f"{candidate} has no config.json", where="model.name", hint="give a Hugging Face model folder")
+    if model.name.startswith(("/", ".", "~")) or not HUB_ID.fullmatch(model.name):
+        raise InputError(f"there is no model folder {model.name}", where="model.name", hint="give the folder that holds config.json")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -29,7 +35,7 @@ def model_folder(model: Model, base: Path) -> Path:
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise InputError(
-            f"model {model.name!r} is neither a folder with a config.json nor a hub id that can be reached{offline}: {str(error).splitlines()[0]}",
+            f"model {model.name!r} is neither a folder with a config.json nor a hub id that can be reached{offline}: {_reason(error)}",
             where="model.name",
             hint="give a folder, or log in with `hf auth login` and check the name",
         ) from error
@@ -41,7 +47,13 @@ def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise InputError(
-            f"no tokenizer can be read from {folder}: {str(error).splitlines()[0]}",
+            f"no tokenizer can be read from {folder}: {_reason(error)}",
             where="model.name",
             hint="the folder needs tokenizer.json and tokenizer_config.json beside config.json",
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What a library says of a failure, on one line and without its advice."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) <= REASON_SHOWN else said[:REASON_SHOWN] + " ..."

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pentamesh.errors import InputError
@@ -141,4 +142,7 @@ class Chat:
 
 
 def _refused(error: Exception) -> InputError:
-    return InputError(f"the chat template refuses the conversation: {type(error).__name__}: {error}", hint="change the roles or their order")
+    # What a template raises itself (`raise_exception`) is of this very class; its own faults are of others, derived from it or not.
+    meant = type(error) is TemplateError
+    hint = "change the roles or their order" if meant else "mend the chat template, or take it from the model's publisher"
+    return InputError(f"the chat template refuses the conversation: {type(error).__name__}: {error}", hint=hint)
