@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pentamesh.checkpoint.manifest import Manifest
 from pentamesh.errors import InputError
 from pentamesh.plan.plan import Plan
 from pentamesh.run.folder import RunFolder
@@ -141,6 +144,29 @@ def test_another_number_of_processes_is_refused_by_name(tmp_path: Path) -> None:
     trained(toy.job(tmp_path), Options(stop_at=2))
     with pytest.raises(InputError, match="a run of 2 processes is resumed on as many so far, not on 4"):
         keep(toy.job(tmp_path, hardware="4xCPU"), (), Options(resume=True), even_so=False)
+
+
+def test_the_same_rows_in_another_place_are_the_same(tmp_path: Path) -> None:
+    """A project that was moved, or copied without its times, goes on; another order of the rows does not."""
+    trained(toy.job(tmp_path / "here", training__steps=4), Options(stop_at=2))
+    (tmp_path / "here").rename(tmp_path / "there")
+    job = tmp_path / "there/job.yaml"
+    os.utime(tmp_path / "there/rows.jsonl", (0, 0))
+    assert [row["step"] for row in metrics(trained(job, Options(resume=True, stop_at=3)))] == [1, 2, 3]
+    with pytest.raises(InputError, match="the training data is not what step-00000003 was trained on"):
+        trained(toy.job(tmp_path / "there", training__steps=4, training__seed=1), Options(resume=True))
+
+
+@pytest.mark.parametrize("harm", [{"consumed": "many"}, {"unheard": 1}, []])
+def test_a_manifest_that_does_not_say_how_far_the_run_was(tmp_path: Path, harm: Any) -> None:
+    job = toy.job(tmp_path, hardware="1xCPU", training__steps=2, data__held_out=None, training__evaluate_every=None)
+    folder = trained(job, Options(stop_at=1))
+    path = folder.checkpoints / "step-00000001"
+    manifest = Manifest.read(path)
+    counters = manifest.facts["counters"] | harm if isinstance(harm, dict) else harm
+    (path / "manifest.json").write_text(replace(manifest, facts=manifest.facts | {"counters": counters}).text())
+    with pytest.raises(InputError, match="the manifest does not say how far the run was"):
+        trained(job, Options(resume=True))
 
 
 def test_other_data_is_not_gone_on_with(tmp_path: Path) -> None:

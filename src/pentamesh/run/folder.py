@@ -114,9 +114,10 @@ class RunFolder:
 
     def claim(self) -> None:
         """Keep every other run out of the folder until this process ends, however it ends. Raises InputError where another one is at work."""
-        if self.path in _claims:
-            return
         lock = (self.path / "run.lock").open("a+")
+        if (file := _file(lock)) in _claims:
+            lock.close()
+            return
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -130,11 +131,17 @@ class RunFolder:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {platform.node()}\n")
         lock.flush()
-        _claims[self.path] = lock
+        _claims[file] = lock
 
 
 # Open for as long as this process lives: the system releases a lock with its file.
-_claims: dict[Path, TextIO] = {}
+_claims: dict[tuple[int, int], TextIO] = {}
+
+
+def _file(opened: TextIO) -> tuple[int, int]:
+    """Which file this is, under whatever name: device and inode."""
+    stat = os.fstat(opened.fileno())
+    return stat.st_dev, stat.st_ino
 
 
 def _unexpected(error: BaseException, rank: int) -> Problem:

@@ -19,7 +19,7 @@ from pentamesh.checkpoint.keep import published
 from pentamesh.errors import DoesNotFit, Drift, InputError, PentameshError, Problem, RunFailed
 from pentamesh.job.hardware import Hardware, read_hardware
 from pentamesh.job.job import Job
-from pentamesh.job.read import check_trainable, read_job
+from pentamesh.job.read import check_trainable, read_job, resolve
 from pentamesh.model.families import generic
 from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
@@ -51,12 +51,12 @@ def planned(target: Path, overrides: Sequence[str]) -> Plan:
         if overrides:
             raise InputError("a plan takes no overrides: it is run as it stands", where=str(target), hint="give the job file, then --set works")
         plan = Plan.read(target, as_made=True)
-        check_trainable(plan.job, str(target))
+        check_trainable(plan.job, str(target), target.parent)
         _check_runnable(plan, str(target))
         _model(plan.job, target)
         return replace(plan, job=located(plan.job, target))
     job, recorded = read_job(target, overrides)
-    check_trainable(job, str(target))
+    check_trainable(job, str(target), target.parent)
     return make_plan(located(job, target), _model(job, target), _hardware(job), data_only=True, overrides=recorded)
 
 
@@ -77,10 +77,10 @@ def located(job: Job, target: Path) -> Job:
     """The job with its relative paths made absolute: they are relative to the job file, and ranks may stand elsewhere."""
 
     def absolute(path: str | None) -> str | None:
-        return None if path is None else str((target.parent / path).resolve())
+        return None if path is None else str(resolve(path, target.parent).resolve())
 
     folder = job.logging.folder or f"runs/{target.stem}"
-    is_folder = (target.parent / job.model.name).exists()
+    is_folder = resolve(job.model.name, target.parent).exists()
     held_out = job.data.held_out
     return job.model_copy(
         update={

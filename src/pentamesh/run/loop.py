@@ -90,7 +90,7 @@ def run(plan: Plan, folder: RunFolder, world: World, options: Options) -> str:
     while counters.step < last:
         counters = _one_step(made, counters, measured)
         if counters.step == last or _due(counters.step, plan.job.checkpoint.every):
-            store(folder.checkpoints, made.trainee, counters, plan, made.prepared.report["fingerprint"])
+            store(folder.checkpoints, made.trainee, counters, plan, made.prepared.train_digest)
     _finish(made, measured, counters)
     return "done" if counters.step == made.num_steps else "stopped"
 
@@ -168,7 +168,7 @@ def _start(made: Run, options: Options) -> Counters:
     """The counters to go on from: those of the newest checkpoint when resuming, else zero, with the held-out loss before any step."""
     found = agreed(made.folder.checkpoints, say=made.progress.say) if options.resume else None
     if found is not None:
-        counters = restore(found, made.trainee, made.prepared.report["fingerprint"])
+        counters = restore(found, made.trainee, made.plan, made.prepared.train_digest)
         if made.world.is_first:
             made.folder.rewind(counters.step)
             made.progress.say(f"resumed from {found.name}: step {counters.step}, {counters.consumed} samples consumed")

@@ -54,11 +54,11 @@ def tensors(trainee: Trainee) -> dict[str, torch.Tensor]:
 
 
 def store(folder: Path, trainee: Trainee, counters: Counters, plan: Plan, data: str) -> Path:
-    """Save a checkpoint and drop those beyond `checkpoint.keep`; `data` is the fingerprint of the prepared rows. Collective."""
+    """Save a checkpoint and drop those beyond `checkpoint.keep`; `data` is the digest of the training samples. Collective."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in trainee.optimizer.param_groups]
     facts: dict[str, Any] = {
         "counters": asdict(counters),
-        "data": {"seed": plan.job.training.seed, "consumed": counters.consumed, "fingerprint": data},
+        "data": {"seed": plan.job.training.seed, "consumed": counters.consumed, "digest": data},
         "param_groups": groups,
         "schedule": {"name": plan.job.optimizer.schedule},
         "precision": plan.precision.name,
@@ -71,17 +71,23 @@ def store(folder: Path, trainee: Trainee, counters: Counters, plan: Plan, data: 
     return path
 
 
-def restore(path: Path, trainee: Trainee, data: str) -> Counters:
+def restore(path: Path, trainee: Trainee, plan: Plan, data: str) -> Counters:
     """Fill the trainee from a checkpoint that verifies and return how far it was. Collective.
 
-    Raises InputError when the rows are not those that the checkpoint has consumed a part of: its place in them would mean nothing.
+    Raises InputError when the samples or their order are not those that the checkpoint has consumed a part of: its place in them would mean
+    nothing.
     """
     found = tensors(trainee)
     facts = load(path, found, verified=True)
-    if facts["data"]["fingerprint"] != data:
-        hint = "give it the same files, held-out rows, seed, lengths and tokenizer, or start anew in another logging.folder"
+    try:
+        counters = Counters(**{name: int(count) for name, count in facts["counters"].items()})
+        trained_on = facts["data"]["digest"], facts["data"]["seed"]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"the manifest does not say how far the run was: {type(error).__name__} {error}", where=str(path)) from None
+    if trained_on != (data, plan.job.training.seed):
+        hint = "give it the same rows, held-out share, seed, lengths and tokenizer, or start anew in another logging.folder"
         raise InputError(f"the training data is not what {path.name} was trained on", where="data", hint=hint)
     torch.set_rng_state(found[f"rng.{trainee.world.rank}"])
     if trainee.world.device.type == "cuda":
         torch.cuda.set_rng_state(found[f"rng_cuda.{trainee.world.rank}"], trainee.world.device)
-    return Counters(**facts["counters"])
+    return counters

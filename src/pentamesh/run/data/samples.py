@@ -8,6 +8,7 @@ The model reads the tokens of a sample but the last, which is only a target: the
 
 from __future__ import annotations
 
+import hashlib
 import json
 from array import array
 from collections import Counter
@@ -22,7 +23,7 @@ from pentamesh.run.data.tokens import Cut, Encoded
 
 __all__ = ["MANIFEST", "SCHEMA", "VERSION", "Prepared", "SampleWriter", "Samples", "check_replaceable", "open_prepared"]
 
-SCHEMA, VERSION = "pentamesh.data", 2
+SCHEMA, VERSION = "pentamesh.data", 3
 MANIFEST = "data.json"
 DTYPES = {"tokens": np.dtype("<i4"), "trained": np.dtype("?"), "spans": np.dtype("<i8")}
 
@@ -78,6 +79,11 @@ class Prepared:
     held_out: Samples | None
     report: dict[str, Any]
 
+    @property
+    def train_digest(self) -> str:
+        """Sixteen hex digits of the training samples in their order: what a place in them means."""
+        return self.report["splits"]["train"]["digest"]
+
 
 def check_replaceable(folder: Path) -> None:
     """Raises InputError for a folder that holds anything but prepared data, whole or torn: it may be the user's own and is not removed."""
@@ -118,6 +124,7 @@ class SampleWriter:
         self._paths = {kind: folder / f"{name}.{kind}" for kind in DTYPES}
         self._files = {kind: self._paths[kind].open("wb") for kind in ("tokens", "trained")}
         self._spans = array("q")
+        self._digest = hashlib.blake2b(digest_size=8)
         self._counts = dict.fromkeys(("rows", "truncated", "samples", "tokens", "trained_tokens", "longest", "stored_tokens", "largest_id"), 0)
         self._dropped: Counter[str] = Counter()
 
@@ -131,8 +138,11 @@ class SampleWriter:
         if cut.dropped:
             self.drop(cut.dropped)
             return
-        self._files["tokens"].write(row.ids.astype(DTYPES["tokens"]).tobytes())
-        self._files["trained"].write(row.trained.astype(DTYPES["trained"]).tobytes())
+        for kind, values in (("tokens", row.ids), ("trained", row.trained), ("spans", np.array(cut.spans))):
+            content = values.astype(DTYPES[kind]).tobytes()
+            self._digest.update(content)
+            if kind in self._files:
+                self._files[kind].write(content)
         for offset, n in cut.spans:
             self._spans.extend((self._counts["stored_tokens"] + offset, n))
             self._counts["tokens"] += n - 1
@@ -145,8 +155,8 @@ class SampleWriter:
         self._counts["largest_id"] = max(self._counts["largest_id"], int(row.ids.max()))
 
     def close(self) -> dict[str, Any]:
-        """Finish the files. Returns what the manifest says of them."""
+        """Finish the files. Returns what the manifest says of them; samples of the same digest are the same, wherever their rows came from."""
         for file in self._files.values():
             file.close()
         np.frombuffer(self._spans, np.int64).astype(DTYPES["spans"]).tofile(self._paths["spans"])
-        return {**self._counts, "dropped": dict(self._dropped)}
+        return {**self._counts, "digest": self._digest.hexdigest(), "dropped": dict(self._dropped)}
