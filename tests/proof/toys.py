@@ -57,6 +57,10 @@ def layout(strategy: str, num_ranks: int) -> Layout:
     return meshes[strategy]
 
 
+# Sizes that a tensor degree up to 8 divides where it must, and nowhere else.
+MANY_HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
+
+
 def trial(toy: str, strategy: str, num_ranks: int, grad_accum: int, **policy: Any) -> Trial:
     """A trial of `toy`: two sequences a micro-batch on every rank."""
     micro_batch = 2

@@ -97,6 +97,18 @@ class Mesh:
         same = [r for r, c in enumerate(self._all_coords) if all(c[a] == mine[a] for a in fixed)]
         return tuple(sorted(same, key=lambda r: self.coord(r, axes)))
 
+    def first(self, rank: int, axes: tuple[str, ...]) -> int:
+        """The first of the ranks that differ from `rank` along `axes` only."""
+        if rank == 0:
+            return 0
+        coords = self.coords(rank) | dict.fromkeys(axes, 0)
+        if set(axes) & set(EXPERT_AXES):
+            return (coords["pp"] * self.dp_replicate + coords["dp_replicate"]) * self.edp * self.ep + coords["edp"] * self.ep + coords["ep"]
+        position = 0
+        for axis in AXES:
+            position = position * self.degree(axis) + coords[axis]
+        return position
+
     def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Every group of a collective over `axes`, each once."""
         return sorted({self.peers(rank, axes) for rank in range(self.num_ranks)})
@@ -127,6 +139,12 @@ class Layout:
         if self.shard == "parameters":
             return "hybrid_shard" if self.mesh.dp_replicate > 1 else "full_shard"
         return {"none": "ddp", "optimizer": "zero1", "gradients": "zero2"}[self.shard]
+
+    @property
+    def seq_multiple(self) -> int:
+        """What the length of a sequence has to be a multiple of: a causal ring gives each context rank an early and a late piece, and sequence
+        parallel cuts each of them over tensor ranks."""
+        return (2 * self.mesh.cp if self.mesh.cp > 1 else 1) * (self.mesh.tp if self.sequence_parallel else 1)
 
     @property
     def home_stages(self) -> tuple[int, int]:

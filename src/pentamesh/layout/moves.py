@@ -50,25 +50,28 @@ class Move:
         return f"{self.kind} over {'*'.join(self.axes)} ({self.num_ranks} ranks), {self.bytes:,} B"
 
 
-def moves(tensor: TensorSpec, source: Role, target: Role, layout: Layout, itemsize: int) -> tuple[Move, ...]:
+def moves(tensor: TensorSpec, source: Role, target: Role, layout: Layout, itemsize: int, rank: int = 0) -> tuple[Move, ...]:
     """The collectives of one crossing of `tensor` from `source` to `target`; empty where nothing has to move. Units: bytes per rank."""
-    return crossing(split(tensor, source, layout), split(tensor, target, layout), itemsize)
+    return crossing(split(tensor, source, layout), split(tensor, target, layout), itemsize, rank=rank)
 
 
-def crossing(before: Split, after: Split, itemsize: int, contracted: tuple[str, ...] = ()) -> tuple[Move, ...]:
-    """As `moves`, between two explicit splits. `contracted` names axes over which a matmul has just left a partial sum."""
+def crossing(before: Split, after: Split, itemsize: int, contracted: tuple[str, ...] = (), rank: int = 0) -> tuple[Move, ...]:
+    """As `moves`, between two explicit splits. `contracted` names axes over which a matmul has just left a partial sum; `rank` is who moves:
+    where an axis that stays cuts unevenly, buffers differ, and rank 0 has the largest."""
     mesh, found = before.layout.mesh, []
     held = before if not contracted else replace(before, partial=(*before.partial, *contracted))
     held_axes, kept_axes = _cut_dims(before), _cut_dims(after)
     reduced = [axis for axis in held.partial if axis not in after.partial]
     scattered = _grouped([axis for axis in reduced if axis in kept_axes], after)
     summed = tuple(axis for axis in reduced if axis not in kept_axes)
-    local = _padded_numel(before)
+    # Every share is padded to the largest of its group, which the first rank of the group has.
+    largest = mesh.first(rank, (*reduced, *(axis for axis in held_axes if held_axes[axis] != kept_axes.get(axis))))
+    local = math.prod(before.local_shape(largest))
     for axes in scattered:
-        found.append(Move("reduce_scatter", axes, mesh.degree(*axes), _scatter_numel(before, after, axes) * itemsize))
-        local = _padded_numel(after) if not summed else -(-local // mesh.degree(*axes))
+        found.append(Move("reduce_scatter", axes, mesh.degree(*axes), _scatter_numel(before, after, axes, largest) * itemsize))
+        local = math.prod(after.local_shape(largest)) if not summed else -(-local // mesh.degree(*axes))
     if summed:
-        numel = _padded_numel(after) if scattered else local
+        numel = math.prod(after.local_shape(largest)) if scattered else local
         found.append(Move("all_reduce", summed, mesh.degree(*summed), numel * itemsize))
     moved = [a for a in held_axes if a in kept_axes and held_axes[a] != kept_axes[a]]
     found.extend(Move("all_to_all", (axis,), mesh.degree(axis), local * itemsize) for axis in moved)
@@ -94,14 +97,9 @@ def _grouped(axes: list[str], held: Split) -> list[tuple[str, ...]]:
     return [group for group in cuts if set(group) <= set(axes)]
 
 
-def _padded_numel(held: Split) -> int:
-    """Elements of the buffer that a rank contributes: every share is padded to the largest."""
-    return held.max_local_numel
-
-
-def _scatter_numel(before: Split, after: Split, axes: tuple[str, ...]) -> int:
+def _scatter_numel(before: Split, after: Split, axes: tuple[str, ...], rank: int) -> int:
     """Elements that enter a reduce_scatter: the local tensor with each scattered dim padded to a multiple of the group."""
-    count, shape = before.layout.mesh.degree(*axes), list(before.local_shape(0))
+    count, shape = before.layout.mesh.degree(*axes), list(before.local_shape(rank))
     position = _cut_dims(after)[axes[0]]
     shape[position] = -(-shape[position] // count) * count
     return math.prod(shape)

@@ -6,16 +6,17 @@ from the second on, when buckets have been rebuilt and optimizer state exists.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, Layout
 from pentamesh.layout.moves import Move, crossing, mirror, moves
 from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
-from pentamesh.layout.rules import SHARDED_KINDS
-from pentamesh.layout.split import split
+from pentamesh.layout.rules import SHARDED_KINDS, partial_axes
+from pentamesh.layout.split import Split, split
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
@@ -61,33 +62,33 @@ def ledger(crossings: Iterable[Crossing]) -> list[LedgerRow]:
     return sorted(LedgerRow(*key, count) for key, count in counts.items())
 
 
-def rhythm(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, local_seq: int) -> Iterator[Crossing]:
-    """Every collective of a steady step of a rank in the middle of the mesh.
+def rhythm(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, seq: int | Sequence[int], rank: int = 0) -> Iterator[Crossing]:
+    """Every collective of a steady step of one rank.
 
-    Shapes: `local_seq` is the length of a sequence before context ranks share it. Units: bytes per rank. Expert all-to-alls assume a balanced
-    router; recorded ones follow the token counts.
+    Shapes: `seq` is the length of a sequence before context ranks share it, or of those of each micro-batch in turn. Units: bytes per rank.
     """
-    yield from _parameters(model, layout, policy, precision)
-    yield from _activations(model, layout, policy, precision, local_seq)
-    yield from _bookkeeping(model, layout)
+    yield from _parameters(model, layout, policy, precision, rank)
+    for length, times in Counter([seq] * policy.grad_accum if isinstance(seq, int) else seq).items():
+        yield from _activations(model, layout, policy, precision, length, times)
+    yield from _bookkeeping(model, layout, precision)
 
 
 # Parameters: gathered to be used, reduced when their gradient is done.
 
 
-def _parameters(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision) -> Iterator[Crossing]:
+def _parameters(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, rank: int) -> Iterator[Crossing]:
     kinds = SHARDED_KINDS[layout.shard]
     compute, reduce, weight = ITEMSIZE[precision.compute], ITEMSIZE[precision.reduce], ITEMSIZE[precision.weight]
     if Role.STATE not in kinds:
-        for bucket in buckets(model, layout, weight):
-            yield from _fused("backward", bucket, Role.COMPUTED, Role.GRADIENT, layout, weight, _reductions(policy))
+        for bucket in buckets(model, layout, weight, rank):
+            yield from _reduced(bucket, Role.GRADIENT, layout, weight, policy, rank)
         return
     # What the optimizer updates is cut with its state, whatever else is: from there weights are gathered, and thither gradients go.
     for unit, tensors in model.units.items():
-        forward, backward = _gathers(unit, policy)
-        yield from _fused("forward", tensors, Role.STATE, Role.USE, layout, compute, forward)
-        yield from _fused("backward", tensors, Role.STATE, Role.USE, layout, compute, backward)
-        yield from _fused("backward", tensors, Role.COMPUTED, Role.STATE, layout, reduce, _reductions(policy))
+        gathered = _fused(moves(t, Role.STATE, Role.USE, layout, compute, rank) for t in tensors)
+        for phase, count in zip(("forward", "backward"), _gathers(unit, policy), strict=True):
+            yield from (Crossing(phase, move, count) for move in gathered)
+        yield from _reduced(tensors, Role.STATE, layout, reduce, policy, rank)
 
 
 def _gathers(unit: str, policy: Policy) -> tuple[int, int]:
@@ -105,19 +106,27 @@ def _reductions(policy: Policy) -> dict[str, int]:
     }
 
 
-def _fused(
-    phase: str, tensors: Iterable[TensorSpec], source: Role, target: Role, layout: Layout, itemsize: int, counts: int | dict[str, int]
-) -> Iterator[Crossing]:
-    """The crossings of several tensors in one buffer: collectives of the same kind and group are one, of their bytes together."""
+def _reduced(tensors: Iterable[TensorSpec], target: Role, layout: Layout, itemsize: int, policy: Policy, rank: int) -> Iterator[Crossing]:
+    """The gradients of tensors that are reduced in one buffer, over the data axes; partial sums over tensor ranks wait for the end of the step."""
+
+    def computed(tensor: TensorSpec) -> Split:
+        held = split(tensor, Role.COMPUTED, layout)
+        return replace(held, partial=tuple(axis for axis in held.partial if axis != "tp"))
+
+    counts = _reductions(policy)
+    for move in _fused(crossing(computed(t), split(t, target, layout), itemsize, rank=rank) for t in tensors):
+        yield Crossing("backward", move, counts[move.kind])
+
+
+def _fused(crossed: Iterable[tuple[Move, ...]]) -> list[Move]:
+    """Several tensors in one buffer: their moves of the same kind and group are one, of their bytes together."""
     together: Counter[tuple[str, tuple[str, ...], int]] = Counter()
-    for tensor in tensors:
-        for move in moves(tensor, source, target, layout, itemsize):
-            together[move.kind, move.axes, move.num_ranks] += move.bytes
-    for (kind, axes, num_ranks), num_bytes in together.items():
-        yield Crossing(phase, Move(kind, axes, num_ranks, num_bytes), counts if isinstance(counts, int) else counts[kind])
+    for move in (move for moved in crossed for move in moved):
+        together[move.kind, move.axes, move.num_ranks] += move.bytes
+    return [Move(*key, num_bytes) for key, num_bytes in together.items()]
 
 
-def buckets(model: ModelSpec, layout: Layout, itemsize: int) -> list[list[TensorSpec]]:
+def buckets(model: ModelSpec, layout: Layout, itemsize: int, rank: int = 0) -> list[list[TensorSpec]]:
     """The buckets in which DDP reduces gradients, from the second step on: in the order gradients become ready.
 
     A bucket closes when it has reached its limit.
@@ -127,7 +136,7 @@ def buckets(model: ModelSpec, layout: Layout, itemsize: int) -> list[list[Tensor
     size = 0
     for tensor in reversed(_by_readiness(model)):
         found[-1].append(tensor)
-        size += split(tensor, Role.USE, layout).max_local_numel * itemsize
+        size += math.prod(split(tensor, Role.USE, layout).local_shape(rank)) * itemsize
         if size >= DDP_BUCKET_BYTES:
             found.append([])
             size = 0
@@ -142,40 +151,49 @@ def _by_readiness(model: ModelSpec) -> list[TensorSpec]:
 # Activations: tensor, context, pipeline and expert parallel.
 
 
-def _activations(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, seq: int) -> Iterator[Crossing]:
+def _activations(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, seq: int, times: int) -> Iterator[Crossing]:
+    """What `times` micro-batches of one length move."""
     mesh, itemsize = layout.mesh, ITEMSIZE[precision.compute]
-    times = policy.grad_accum
     again = times if policy.recompute == "full" else 0
     stream = activation("residual", model, layout, policy.micro_batch, seq, ("hidden",))
-    sublayers = [s for s in model.sublayers if s.layer % mesh.pp == 0]
-    for sublayer in sublayers:
-        yield from _boundary(stream, layout, itemsize, times, again)
+    for sublayer in (s for s in model.sublayers if s.layer % mesh.pp == 0):
+        # Computing a block again ends with the last tensor that its backward needs: the input of its last projection, which it does not leave.
+        yield from _boundary(stream, layout, itemsize, times, again, again if sublayer.kind == "attention" else 0)
         if sublayer.kind == "attention":
-            yield from _attention(model, layout, policy, itemsize, seq)
+            yield from _attention(model, layout, policy, itemsize, seq, times)
     if mesh.pp == 1:
         # The embedding leaves onto the stream and the head enters from it, as a block does; they are never computed again.
-        yield from _boundary(stream, layout, itemsize, times, 0)
+        yield from _boundary(stream, layout, itemsize, times, 0, 0)
+        yield from _loss(model, layout, policy, max(itemsize, ITEMSIZE["float32"]), seq, times)
     if mesh.pp > 1:
         message = split(stream, Role.CARRY, layout).max_local_numel * itemsize
         yield Crossing("forward", Move("send", ("pp",), mesh.pp, message), times)
         yield Crossing("backward", Move("send", ("pp",), mesh.pp, message), times)
 
 
-def _boundary(stream: TensorSpec, layout: Layout, itemsize: int, times: int, again: int) -> Iterator[Crossing]:
+def _boundary(stream: TensorSpec, layout: Layout, itemsize: int, times: int, again: int, leaving_again: int) -> Iterator[Crossing]:
     """Entering a block from the residual stream and leaving it: one crossing each, whatever number of projections lies between."""
     tp = ("tp",) if layout.mesh.tp > 1 else ()
     carry, use = split(stream, Role.CARRY, layout), split(stream, Role.USE, layout)
     leaves = crossing(use, carry, itemsize, tp)
     yield from _both_ways(crossing(carry, use, itemsize), times, again)
-    yield from _both_ways(leaves, times, again)
+    yield from _both_ways(leaves, times, leaving_again)
     if tp and not layout.sequence_parallel:
         # The entry is a copy forward; backward, every tensor rank holds a part of the gradient of the same stream.
         yield from _backward(leaves, times)
 
 
-def _attention(model: ModelSpec, layout: Layout, policy: Policy, itemsize: int, seq: int) -> Iterator[Crossing]:
+def _loss(model: ModelSpec, layout: Layout, policy: Policy, itemsize: int, seq: int, times: int) -> Iterator[Crossing]:
+    """Of a vocabulary that is cut: each token's largest logit, then the sum of its exponentials and the logit of its label."""
+    if layout.mesh.tp > 1:
+        tokens = split(activation("losses", model, layout, policy.micro_batch, seq, ()), Role.USE, layout).max_local_numel
+        for numbers in (1, 2):
+            yield Crossing("forward", Move("all_reduce", ("tp",), layout.mesh.tp, numbers * tokens * itemsize), times)
+
+
+def _attention(model: ModelSpec, layout: Layout, policy: Policy, itemsize: int, seq: int, times: int) -> Iterator[Crossing]:
     """What context parallel moves inside one attention: keys and values round the ring, gathered, or all four exchanged over heads."""
-    mesh, times = layout.mesh, policy.grad_accum
+    mesh = layout.mesh
     if mesh.cp == 1:
         return
     again = times if policy.recompute == "full" else 0
@@ -226,12 +244,17 @@ def _both_ways(crossed: tuple[Move, ...], count: int, again: int) -> Iterator[Cr
 # Bookkeeping: the numbers that all ranks must agree on.
 
 
-def _bookkeeping(model: ModelSpec, layout: Layout) -> Iterator[Crossing]:
-    """The token counts before a step (trained and all, int64), then the loss and the squared norm of cut gradients (one float64 each)."""
+def _bookkeeping(model: ModelSpec, layout: Layout, precision: Precision) -> Iterator[Crossing]:
+    """The token counts before a step (trained and all, int64), partial gradients, then the loss and the squared norm of cut gradients (one
+    float64 each)."""
     tokens = tuple(axis for axis in (*DATA_AXES, "cp") if layout.mesh.degree(axis) > 1)
     if tokens:
         yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 16), 1)
         yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 8), 1)
+    partial = [t for t in model.parameters if "tp" in partial_axes(t, layout)]
+    if partial:
+        numel = sum(split(t, Role.STATE, layout).max_local_numel for t in partial)
+        yield Crossing("step", Move("all_reduce", ("tp",), layout.mesh.tp, numel * ITEMSIZE[precision.gradient]), 1)
     cut = norm_axes(model, layout)
     if cut:
         yield Crossing("step", Move("all_reduce", cut, layout.mesh.degree(*cut), 8), 1)

@@ -18,6 +18,7 @@ from pentamesh.job.precision import Precision
 from pentamesh.layout.mesh import Layout
 from pentamesh.layout.policy import Policy
 from pentamesh.model.read import read_model
+from pentamesh.model.spec import ModelSpec
 from pentamesh.run.data.batches import held_out_batches
 from pentamesh.run.data.prepare import prepare
 from pentamesh.run.data.samples import Samples
@@ -53,21 +54,21 @@ def evaluate(job: Job, folder: Path, precision: Precision) -> HeldOut:
             raise InputError("the job holds no rows out", where="data.held_out", hint="give a file of held-out rows, or a share such as 0.05")
         samples = samples.within(model.vocab, model.name)
         module = place(model, Layout(), Policy(), precision, world, lambda t, held, rank, dtype: weights.read(t, held, rank, dtype, world.device))
-        found = held_out(module, samples, job.batch.micro_batch, world)
+        found = held_out(module, samples, job.batch.micro_batch, model, world)
     if not math.isfinite(found.loss):
         raise RunFailed(f"the held-out loss is {found.loss}: the model computes what is not finite in {precision.name}", where=str(folder))
     return found
 
 
 @torch.no_grad()
-def held_out(module: nn.Module, samples: Samples, micro_batch: int, world: World) -> HeldOut:
+def held_out(module: nn.Module, samples: Samples, micro_batch: int, model: ModelSpec, world: World) -> HeldOut:
     """The held-out loss of the whole set; every rank computes its share, in as many micro-batches as every other."""
     was_training = module.training
     module.eval()
     loss_sum, num_tokens = 0.0, 0
-    for micro in held_out_batches(samples, micro_batch, world.data_rank, world.data_degree):
+    for micro in held_out_batches(samples, micro_batch, world.data_rank, world.data_degree, world.layout.seq_multiple):
         micro = micro.to(world.device)
-        loss_sum += float(token_loss_sum(module, micro))
+        loss_sum += float(token_loss_sum(module, micro, model, world))
         num_tokens += micro.num_trained
     module.train(was_training)
     for part in module.modules():

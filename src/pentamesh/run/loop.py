@@ -111,6 +111,7 @@ def _set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
         world.data_rank,
         world.data_degree,
         num_samples_in_run=in_run,
+        seq_multiple=plan.layout.seq_multiple,
     )
     return Run(plan, folder, world, trainee, prepared, batches, num_steps, Progress(plan, num_steps, job.logging.every))
 
@@ -259,7 +260,7 @@ def _evaluate(made: Run, counters: Counters, row: dict[str, Any]) -> None:
     """Add the held-out loss to `row`, and say it."""
     if made.prepared.held_out is None:
         return
-    found = held_out(made.trainee.module, made.prepared.held_out, made.plan.job.batch.micro_batch, made.world)
+    found = held_out(made.trainee.module, made.prepared.held_out, made.plan.job.batch.micro_batch, made.trainee.model, made.world)
     row["held_out_loss"] = found.loss
     if made.world.is_first:
         made.folder.append_held_out({"step": counters.step, "held_out_loss": found.loss, "num_tokens": found.num_tokens})

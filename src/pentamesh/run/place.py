@@ -6,6 +6,7 @@ What was built is checked against the plan on every rank before the first step.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -13,22 +14,25 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pentamesh.checkpoint.together import together
 from pentamesh.errors import Drift, InputError, Problem
 from pentamesh.job.precision import Precision
-from pentamesh.layout.mesh import Layout
+from pentamesh.layout.mesh import AXES, Layout
 from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
-from pentamesh.layout.rules import SHARDED_KINDS
+from pentamesh.layout.rules import SHARDED_KINDS, sharding_of
 from pentamesh.layout.split import Split, split
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
+from pentamesh.run.loss import logits
+from pentamesh.run.tensor import ATTENTION, cross_borders, cut
 from pentamesh.run.world import World
 
-__all__ = ["Filler", "build", "check", "local", "place", "torch_dtype"]
+__all__ = ["Filler", "build", "check", "local", "place", "torch_dtype", "whole_view"]
 
 # Gives a rank's local part of a parameter: read from a folder, or drawn at random.
 Filler = Callable[[TensorSpec, Split, int, torch.dtype], torch.Tensor]
@@ -48,13 +52,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def build(model: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
+def build(model: ModelSpec, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
     """The model's modules: parameters on the meta device, buffers (rotary frequencies) real and as direct construction makes them."""
     config = {key: value for key, value in model.config.items() if key not in ("auto_map", "quantization_config")}
     config = AutoConfig.for_model(**config)
     config.use_cache = False
     with init_empty_weights(include_buffers=False):
-        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     built.tie_weights()
     return built.train()
 
@@ -64,7 +68,9 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
 
     Raises Drift when a parameter's shape, placement or dtype is not the plan's.
     """
-    built = build(model, torch_dtype(precision.weight))
+    built = build(model, torch_dtype(precision.weight), ATTENTION if layout.sequence_parallel else "sdpa")
+    if layout.mesh.tp > 1:
+        cut(built, model, layout, world)
     if policy.recompute == "full":
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sharded = Role.STATE in SHARDED_KINDS[layout.shard]
@@ -72,10 +78,12 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
         _fully_shard(built, model, policy, precision, world)
     elif precision.compute != precision.weight:
         _cast_while_used(built, torch_dtype(precision.compute))
+    if layout.mesh.tp > 1:
+        cross_borders(built, model, layout, world)
     _materialise(built, model, world)
     together("reading weights", lambda: _fill(built, model, layout, world, torch_dtype(precision.weight), fill))
     check(built, model, layout, precision, world)
-    return built if sharded or world.num_ranks == 1 else _replicate(built, policy, world)
+    return built if sharded or layout.mesh.dp_replicate == 1 else _replicate(built, policy, world)
 
 
 def _fully_shard(built: nn.Module, model: ModelSpec, policy: Policy, precision: Precision, world: World) -> None:
@@ -168,9 +176,9 @@ def _settle(replicated: DistributedDataParallel, world: World) -> None:
     with the first order again, would not continue an undisturbed one bit by bit. A static graph is known after two passes, and the new order
     is taken up by the third forward.
     """
-    tokens = torch.zeros((1, 2), dtype=torch.int64, device=world.device)
+    tokens = torch.zeros((1, 2 * world.layout.seq_multiple), dtype=torch.int64, device=world.device)
     for _ in range(3):
-        (replicated(input_ids=tokens, use_cache=False).logits.sum() * 0.0).backward()
+        (logits(replicated, tokens, world.layout).sum() * 0.0).backward()
     replicated.zero_grad(set_to_none=False)
 
 
@@ -191,15 +199,12 @@ def check(built: nn.Module, model: ModelSpec, layout: Layout, precision: Precisi
 
 
 def _placements(held: Split, layout: Layout) -> tuple[str, ...]:
-    """The names of DTensor placements that the plan gives, in the order of the mesh axes that shard."""
-    names = held.placements()
-    if names is None:
-        raise InputError(f"{held} has no DTensor placement", hint="choose degrees that cut it between heads, and not inside a fused part")
+    """The placements, by name, of what fully_shard cuts of a tensor: over the data axes, of the part that the other axes leave to this rank."""
     if Role.STATE not in SHARDED_KINDS[layout.shard]:
         return ()
     copies = ("Replicate",) if layout.mesh.dp_replicate > 1 else ()
-    cuts = tuple(name for axes, name in names.items() if set(axes) & {"dp_shard", "cp", "edp"})
-    return (*copies, *(cuts or ("Shard(0)",)))  # on one rank FSDP still says Shard(0)
+    position, _ = sharding_of(held.tensor, Role.STATE, layout)
+    return (*copies, f"Shard({position})")
 
 
 def _placements_of(parameter: torch.Tensor) -> tuple[str, ...]:
@@ -212,3 +217,26 @@ def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """The trainable parameters by Hugging Face name, whatever wraps the module."""
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     return dict(inner.named_parameters())
+
+
+def whole_view(parameter: torch.Tensor, tensor: TensorSpec, world: World) -> torch.Tensor:
+    """What this rank holds, in the same storage, as a part of the whole tensor: a DTensor over every axis of its mesh that cuts it or copies it,
+    or the tensor itself where no axis but the data's does."""
+    mesh = world.layout.mesh
+    if mesh.tp == 1:
+        return parameter
+    names = split(tensor, Role.STATE, world.layout).placements()
+    if names is None:
+        raise InputError(f"{tensor} has no DTensor placement", hint="choose degrees that cut it between heads, and not inside a fused part")
+    axes = tuple(axis for axis in AXES if mesh.degree(axis) > 1)
+    placements = [_placement(names.get((axis,))) for axis in axes]
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    return DTensor.from_local(local(parameter), world.mesh[axes], placements, run_check=False, shape=torch.Size(tensor.shape), stride=stride)
+
+
+def _placement(name: str | None) -> Placement:
+    """The placement of a name that `split` gives."""
+    if name is None:
+        return Replicate()
+    dim, *factor = (int(number) for number in re.findall(r"\d+", name))
+    return _StridedShard(dim, split_factor=factor[0]) if factor else Shard(dim)

@@ -14,6 +14,7 @@ from pentamesh.checkpoint.save import save
 from pentamesh.errors import InputError
 from pentamesh.plan.plan import Plan
 from pentamesh.run.optim import STATE_NAMES
+from pentamesh.run.place import whole_view
 from pentamesh.run.step import StepResult, Trainee
 
 __all__ = ["Counters", "restore", "store", "tensors"]
@@ -43,10 +44,13 @@ class Counters:
 def tensors(trainee: Trainee) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, by name: weights, moments, step counts and each rank's random state."""
     found: dict[str, torch.Tensor] = {}
-    for name, parameter in trainee.parameters.items():
-        found[f"model.{name}"] = parameter.detach()
+    for tensor in trainee.model.parameters:
+        parameter = trainee.parameters[tensor.name]
+        state = trainee.optimizer.state[parameter]
+        found[f"model.{tensor.name}"] = whole_view(parameter.detach(), tensor, trainee.world)
         for part in STATE_NAMES:
-            found[f"optimizer.{name}.{part}"] = trainee.optimizer.state[parameter][part]
+            whole = state[part].ndim > 0
+            found[f"optimizer.{tensor.name}.{part}"] = whole_view(state[part], tensor, trainee.world) if whole else state[part]
     found[f"rng.{trainee.world.rank}"] = torch.get_rng_state()
     if trainee.world.device.type == "cuda":
         found[f"rng_cuda.{trainee.world.rank}"] = torch.cuda.get_rng_state(trainee.world.device)

@@ -21,6 +21,7 @@ from pentamesh.model.spec import ModelSpec
 from pentamesh.run.data.batches import Micro
 from pentamesh.run.loss import token_loss_sum
 from pentamesh.run.place import local
+from pentamesh.run.tensor import sum_partial_gradients
 from pentamesh.run.world import World
 
 __all__ = ["StepResult", "Trainee", "accumulate", "grad_norm", "take_step"]
@@ -81,9 +82,10 @@ def accumulate(trainee: Trainee, micros: Sequence[Micro], num_trained: int) -> f
     losses = []
     for index, micro in enumerate(micros):
         with _reducing(module, trainee.policy, last=index == len(micros) - 1):
-            loss = token_loss_sum(module, micro)
+            loss = token_loss_sum(module, micro, trainee.model, world)
             (loss * (factor / num_trained)).backward()
         losses.append(loss.detach())
+    sum_partial_gradients(trainee.parameters, trainee.model, world)
     return world.sum([float(torch.stack(losses).double().sum())], TOKEN_AXES)[0]
 
 

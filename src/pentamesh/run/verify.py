@@ -6,12 +6,16 @@ losses and every gradient agree to 1e-10 or the layout is wrong.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pentamesh.job.job import Optimizer
@@ -31,10 +35,10 @@ from pentamesh.run.ledger import Recorder
 from pentamesh.run.optim import adamw
 from pentamesh.run.place import Filler, local, parameters_of, place
 from pentamesh.run.step import Trainee, take_step
-from pentamesh.run.world import World, join
+from pentamesh.run.world import World, join, leave
 from pentamesh.run.worlds import run_world
 
-__all__ = ["Outcome", "Trial", "compare", "outcome", "predicted_ledger", "toy_samples"]
+__all__ = ["Outcome", "Trial", "compare", "errors", "fake_outcome", "outcome", "predicted_ledger", "toy_samples"]
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,15 @@ class Trial:
 
 @dataclass
 class Outcome:
-    """What a trial produced on one rank: per step the loss, norm and gradients; the final parameters; the last step's ledger; placements checked."""
+    """What a trial produced on one rank: per step the loss, norm and gradients; the final parameters; the last step's
+    ledger and the lengths of its micro-batches; placements checked."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, np.ndarray]] = field(default_factory=list)
     parameters: dict[str, np.ndarray] = field(default_factory=dict)
     ledger: list[LedgerRow] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
     num_tensors_checked: int = 0
     split_errors: list[str] = field(default_factory=list)
 
@@ -91,25 +97,46 @@ def toy_samples(seed: int, num_samples: int, vocab: int, longest: int) -> Sample
 def outcome(trial: Trial) -> Outcome:
     """Run a trial on this process's world, and return what came out; gradients and parameters are whole, on rank 0 only."""
     world = join(trial.layout, "cpu")
-    model, found = trial.model, Outcome()
-    trainee = _trainee(trial, model, world)
+    trainee, found = _trainee(trial, world), Outcome()
     _check_splits(trainee, found, trial)
-    samples = toy_samples(trial.seed, trial.global_batch * trial.num_steps, model.vocab, trial.longest)
-    batches = Batches(samples, trial.seed, trial.global_batch, trial.policy.micro_batch, world.data_rank, world.data_degree)
-    for step in range(trial.num_steps):
-        micros = batches.step(step * trial.global_batch)
-        with Recorder(world) as recorder:
-            result = take_step(trainee, micros, trial.optimizer.max_grad_norm, watch=lambda t: _keep_gradients(t, found))
-        found.losses.append(result.loss)
-        found.norms.append(result.grad_norm)
-        found.ledger = recorder.rows()
-    found.parameters = {name: _whole(p, world) for name, p in trainee.parameters.items()}
+    _steps(trial, trainee, found, watch=lambda t: _keep_gradients(t, found))
+    found.parameters = {t.name: _whole(trainee.parameters[t.name], t, world, found) for t in trainee.model.parameters}
     return found
 
 
-def predicted_ledger(trial: Trial) -> list[LedgerRow]:
-    """What `layout.rhythm` says a steady step of this trial moves."""
-    return ledger(rhythm(trial.model, trial.layout, trial.policy, PRECISIONS[trial.precision], trial.longest))
+def fake_outcome(trial: Trial, rank: int) -> Outcome:
+    """What one rank of the trial's world holds and which collectives it makes, in a process of its own: its peers are made up.
+
+    Numbers mean nothing, since nothing is really sent; shapes, first contents and collectives are those of the real world, however large.
+    DistributedDataParallel does not run on such a group.
+    """
+    size = trial.layout.mesh.num_ranks
+    leave()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    trainee, found = _trainee(trial, join(trial.layout, "cpu")), Outcome()
+    _check_splits(trainee, found, trial)
+    _steps(trial, trainee, found)
+    return found
+
+
+def _steps(trial: Trial, trainee: Trainee, found: Outcome, watch: Callable[[Trainee], None] | None = None) -> None:
+    world = trainee.world
+    samples = toy_samples(trial.seed, trial.global_batch * trial.num_steps, trainee.model.vocab, trial.longest)
+    own = {"data_rank": world.data_rank, "data_degree": world.data_degree, "seq_multiple": trial.layout.seq_multiple}
+    batches = Batches(samples, trial.seed, trial.global_batch, trial.policy.micro_batch, **own)
+    for step in range(trial.num_steps):
+        micros = batches.step(step * trial.global_batch)
+        with Recorder(world) as recorder:
+            result = take_step(trainee, micros, trial.optimizer.max_grad_norm, watch=watch)
+        found.losses.append(result.loss)
+        found.norms.append(result.grad_norm)
+        found.ledger, found.lengths = recorder.rows(), [micro.input_ids.shape[1] for micro in micros]
+
+
+def predicted_ledger(trial: Trial, lengths: Sequence[int], rank: int = 0) -> list[LedgerRow]:
+    """What `layout.rhythm` says a steady step of this trial moves, on a rank whose micro-batches have these lengths."""
+    return ledger(rhythm(trial.model, trial.layout, trial.policy, PRECISIONS[trial.precision], lengths, rank))
 
 
 def compare(trial: Trial) -> dict[str, float]:
@@ -136,8 +163,8 @@ def _relative(found: np.ndarray, reference: np.ndarray) -> float:
     return float(np.linalg.norm(found - reference)) / (scale or 1.0)
 
 
-def _trainee(trial: Trial, model: ModelSpec, world: World) -> Trainee:
-    precision = PRECISIONS[trial.precision]
+def _trainee(trial: Trial, world: World) -> Trainee:
+    precision, model = PRECISIONS[trial.precision], trial.model
     module = place(model, trial.layout, trial.policy, precision, world, drawn(trial.seed, world))
     parameters = parameters_of(module)
     return Trainee(module, parameters, adamw(parameters, model, trial.optimizer, precision), model, trial.policy, world)
@@ -149,34 +176,52 @@ def drawn(seed: int, world: World, std: float = 0.02) -> Filler:
 
 
 def _check_splits(trainee: Trainee, found: Outcome, trial: Trial) -> None:
-    """Compare shape and content of what each DTensor really holds with the boxes of `split`."""
+    """Compare what this rank holds, filled by boxes, with the part that DTensor cuts for it out of the whole tensor."""
     for tensor in trainee.model.parameters:
         held = split(tensor, Role.STATE, trainee.world.layout)
         mine = local(trainee.parameters[tensor.name]).detach()
-        if tuple(mine.shape) != held.local_shape(trainee.world.rank) or not torch.equal(mine, _by_boxes(tensor, held, trial, trainee, mine)):
+        theirs = _cut_by_torch(tensor, trial, trainee)
+        if mine.shape != theirs.shape or tuple(mine.shape) != held.local_shape(trainee.world.rank) or not torch.equal(mine, theirs):
             found.split_errors.append(f"rank {trainee.world.rank}: {held}")
         found.num_tensors_checked += 1
 
 
-def _by_boxes(tensor: TensorSpec, held: Any, trial: Trial, trainee: Trainee, mine: torch.Tensor) -> torch.Tensor:
-    """This rank's content cut out of the whole tensor by boxes alone; the whole comes from DTensor where it is one."""
-    parameter = trainee.parameters[tensor.name]
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-    cut = torch.empty_like(mine)
-    for box in held.boxes(trainee.world.rank):
-        source = tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
-        target = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
-        cut[target] = whole[source]
-    return cut
+def _cut_by_torch(tensor: TensorSpec, trial: Trial, trainee: Trainee) -> torch.Tensor:
+    """The part of the whole tensor that DTensor gives this rank: cut along the tensor axis, and of that as its parameter is placed."""
+    world, parameter = trainee.world, trainee.parameters[tensor.name]
+    part = drawn(trial.seed, world)(tensor, split(tensor, Role.STATE, Layout()), 0, parameter.dtype)
+    cut = [position for position, cuts in enumerate(split(tensor, Role.USE, world.layout).cuts) if cuts]
+    if cut:
+        part = distribute_tensor(part, world.mesh["tp"], [Shard(cut[0])], src_data_rank=None).to_local()
+    if isinstance(parameter, DTensor):
+        part = distribute_tensor(part, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+    return part
 
 
 def _keep_gradients(trainee: Trainee, found: Outcome) -> None:
-    whole = {name: _whole(p.grad, trainee.world) for name, p in trainee.parameters.items() if p.grad is not None}
-    found.gradients.append(whole)
+    grads = {t: trainee.parameters[t.name].grad for t in trainee.model.parameters}
+    found.gradients.append({t.name: _whole(grad, t, trainee.world, found) for t, grad in grads.items() if grad is not None})
 
 
-def _whole(tensor: torch.Tensor, world: World) -> np.ndarray:
-    """The whole tensor as numpy on rank 0, an empty one elsewhere. Not part of the step: its collectives are not recorded."""
-    with _disable_current_modes():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().double().cpu().numpy().copy() if world.is_first else np.empty(0)
+def _whole(held: torch.Tensor, tensor: TensorSpec, world: World, found: Outcome) -> np.ndarray:
+    """The whole tensor on rank 0, put together from the boxes of all ranks, an empty one elsewhere; copies that differ are noted.
+
+    Not part of the step: its collectives are not recorded.
+    """
+    boxes, mine = split(tensor, Role.STATE, world.layout).boxes(world.rank), local(held).detach().double().cpu().numpy()
+    everyone: list[Any] = [(boxes, mine)]
+    if world.num_ranks > 1:
+        everyone = [None] * world.num_ranks
+        with _disable_current_modes():
+            dist.gather_object((boxes, mine), everyone if world.is_first else None)
+    if not world.is_first:
+        return np.empty(0)
+    whole = np.full(tensor.shape, np.nan)
+    for rank, (theirs, part) in enumerate(everyone):
+        for box in theirs:
+            there = whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))]
+            here = part[tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))]
+            if not (np.isnan(there) | (there == here)).all():
+                found.split_errors.append(f"rank {rank} has another {tensor.name} than the ranks before it")
+            there[...] = here
+    return whole

@@ -57,11 +57,11 @@ class Micro:
         return Micro(ids, labels, self.num_trained, self.num_tokens)
 
 
-def collate(samples: Samples, indices: list[int | None]) -> Micro:
-    """The samples at `indices` as one micro-batch, None being a row without labels."""
+def collate(samples: Samples, indices: list[int | None], seq_multiple: int = 1) -> Micro:
+    """The samples at `indices` as one micro-batch, None being a row without labels; padded to a multiple of `seq_multiple`."""
     rows = [None if i is None else samples.sample(i) for i in indices]
     lengths = [0 if row is None else len(row[0]) - 1 for row in rows]
-    shape = (len(rows), max(lengths) or DUMMY_LEN)
+    shape = (len(rows), -(-(max(lengths) or DUMMY_LEN) // seq_multiple) * seq_multiple)
     input_ids, labels = np.full(shape, samples.pad_id, np.int64), np.full(shape, IGNORED, np.int64)
     for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
         if row is not None:
@@ -85,6 +85,7 @@ class Batches:
     data_rank: int
     data_degree: int
     num_samples_in_run: int | None = None
+    seq_multiple: int = 1
 
     def __post_init__(self) -> None:
         if self.global_batch % (self.micro_batch * self.data_degree):
@@ -98,7 +99,7 @@ class Batches:
 
     def step(self, consumed: int) -> list[Micro]:
         """The micro-batches of the step before which the run has consumed so many samples, over all ranks."""
-        return [collate(self.samples, self.indices(consumed, m)) for m in range(self.num_micros)]
+        return [collate(self.samples, self.indices(consumed, m), self.seq_multiple) for m in range(self.num_micros)]
 
     def indices(self, consumed: int, m: int) -> list[int | None]:
         """The samples of micro-batch `m` of this rank at that step."""
@@ -112,8 +113,8 @@ class Batches:
         return int(order(self.seed, epoch, len(self.samples))[position])
 
 
-def held_out_batches(samples: Samples, micro_batch: int, data_rank: int, data_degree: int) -> Iterator[Micro]:
+def held_out_batches(samples: Samples, micro_batch: int, data_rank: int, data_degree: int, seq_multiple: int = 1) -> Iterator[Micro]:
     """Every held-out sample once over all ranks, in order; every rank gets the same number of micro-batches, the last ones maybe empty."""
     for first in range(0, len(samples), micro_batch * data_degree):
         mine = first + data_rank * micro_batch
-        yield collate(samples, [i if i < len(samples) else None for i in range(mine, mine + micro_batch)])
+        yield collate(samples, [i if i < len(samples) else None for i in range(mine, mine + micro_batch)], seq_multiple)

@@ -1,0 +1,100 @@
+"""Tensor and sequence parallel beside every data strategy: the numbers of one process, the predicted collectives, the boxes of `split`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pentamesh.layout.mesh import Layout, Mesh, Shard
+from pentamesh.layout.policy import Policy
+from pentamesh.run.ledger import differences
+from pentamesh.run.verify import Outcome, Trial, errors, fake_outcome, outcome, predicted_ledger
+from pentamesh.run.worlds import run_world
+from tests.proof.toys import MANY_HEADS, TOYS, ZERO
+
+MESHES: dict[str, tuple[Mesh, Shard, dict[str, Any]]] = {
+    "tp2": (Mesh(tp=2), "none", {}),
+    "tp2 alone, sharded": (Mesh(tp=2), "parameters", {}),
+    "ddp2 x tp2": (Mesh(dp_replicate=2, tp=2), "none", {}),
+    "zero1 2 x tp2": (Mesh(dp_shard=2, tp=2), "optimizer", ZERO["zero1"]),
+    "zero2 2 x tp2": (Mesh(dp_shard=2, tp=2), "gradients", ZERO["zero2"]),
+    "full shard 2 x tp2": (Mesh(dp_shard=2, tp=2), "parameters", {"reduce": "each"}),
+}
+EVERYWHERE = ("tp2", "ddp2 x tp2", "full shard 2 x tp2")
+
+
+def tensor_trial(config: dict[str, Any], mesh: Mesh, shard: Shard, sequence_parallel: bool, **policy: Any) -> Trial:
+    """Two sequences a micro-batch, two micro-batches, on every data rank."""
+    layout = Layout(mesh, shard, sequence_parallel=sequence_parallel)
+    return Trial(config, layout, replace(Policy(2, 2), **policy), global_batch=4 * mesh.dp_replicate * mesh.dp_shard)
+
+
+def check_ledgers(wanted: Trial, ranks: Sequence[int], outcomes: Sequence[Outcome]) -> int:
+    """The number of collectives compared, on each of `ranks`."""
+    compared = 0
+    for rank, found in zip(ranks, outcomes, strict=True):
+        predicted = predicted_ledger(wanted, found.lengths, rank)
+        assert not found.split_errors
+        assert not differences(predicted, found.ledger)
+        assert any("tp" in row.axes for row in predicted)
+        compared += sum(row.count for row in predicted)
+    return compared
+
+
+CASES = [
+    (toy, name, sequence, {})
+    for toy in ("llama", "llama-untied", "qwen2", "qwen3")
+    for name in (MESHES if toy == "llama" else EVERYWHERE)
+    for sequence in (False, True)
+] + [("llama", name, sequence, {"recompute": "full"}) for name in EVERYWHERE for sequence in (False, True)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}, {c[1]}{', sequence' * c[2]}{', recomputed' * bool(c[3])}")
+def test_on_gloo(case: tuple[str, str, bool, dict[str, Any]], record_proof) -> None:
+    toy, name, sequence, policy = case
+    mesh, shard, own = MESHES[name]
+    wanted = tensor_trial(TOYS[toy], mesh, shard, sequence, **own, **policy)
+    outcomes = run_world(outcome, mesh.num_ranks, wanted)
+    worst = errors(outcomes[0], run_world(outcome, 1, wanted.alone())[0])
+    assert max(worst.values()) < 1e-10, worst
+    compared = check_ledgers(wanted, range(mesh.num_ranks), outcomes)
+    record_proof("tensor parallel equal to one process, float64", runs=1, collectives=compared, worst_relative_error=max(worst.values()))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_other_precisions(precision: str) -> None:
+    """Sums in another order than one process makes them: rounding of the compute dtype, and no more."""
+    mesh, shard, policy = MESHES["full shard 2 x tp2"]
+    wanted = replace(tensor_trial(TOYS["llama"], mesh, shard, True, **policy), precision=precision)
+    worst = errors(run_world(outcome, 4, wanted)[0], run_world(outcome, 1, wanted.alone())[0])
+    assert worst["first_gradient"] < {"fp32": 1e-6, "bf16": 2e-2}[precision], worst
+    assert worst["loss"] < {"fp32": 1e-5, "bf16": 2e-3}[precision], worst
+
+
+LARGE = [
+    (Mesh(dp_shard=4, tp=4), "parameters", True, range(16)),
+    (Mesh(dp_shard=4, tp=2), "optimizer", False, range(8)),
+    (Mesh(dp_replicate=2, dp_shard=4, tp=8), "parameters", True, (0, 9, 37, 63)),
+    (Mesh(dp_shard=3, tp=2), "parameters", False, range(6)),
+]
+
+
+@pytest.mark.parametrize("case", LARGE, ids=lambda c: f"{c[0]}, {c[1]}")
+@pytest.mark.parametrize("toy", ["llama", "qwen2", "qwen3"])
+def test_on_fake_groups(toy: str, case: tuple[Mesh, Shard, bool, Sequence[int]], record_proof) -> None:
+    mesh, shard, sequence, ranks = case
+    wanted = replace(tensor_trial(TOYS[toy] | MANY_HEADS, mesh, shard, sequence, **ZERO["zero1"] if shard == "optimizer" else {}), num_steps=2)
+    outcomes = [run_world(fake_outcome, 1, wanted, rank)[0] for rank in ranks]
+    compared = check_ledgers(wanted, ranks, outcomes)
+    tensors = sum(found.num_tensors_checked for found in outcomes)
+    record_proof("split and moves of sharding x tensor on fake groups", tensors=tensors, ranks=len(ranks), layouts=1, collectives=compared)
+
+
+def test_all_reduces_at_borders_only() -> None:
+    """Five backward all-reduces over tensor ranks on a two-layer Llama, where one for each projection would make eleven."""
+    wanted = tensor_trial(TOYS["llama"] | {"num_hidden_layers": 2}, Mesh(tp=2), "none", False, grad_accum=1)
+    found = run_world(outcome, 2, replace(wanted, global_batch=2))[0]
+    assert sum(row.count for row in found.ledger if row.axes == ("tp",) and row.phase == "backward") == 5
