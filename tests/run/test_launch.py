@@ -138,8 +138,8 @@ def test_a_plan_is_run_as_it_stands(tmp_path: Path) -> None:
     assert code == 2
     assert "was altered since it was made" in talk
 
-    command = [*PYTHON, "pentamesh", "plan", "job.yaml", "--set", "layout.shard=none", "--layout", "tensor=2", "--json"]
-    (tmp_path / "tensor.json").write_text(subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout)
-    code, talk = ran("pentamesh", "train", "tensor.json", cwd=tmp_path)
+    command = [*PYTHON, "pentamesh", "plan", "job.yaml", "--set", "layout.shard=none", "--layout", "pipeline=2", "--json"]
+    (tmp_path / "pipeline.json").write_text(subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout)
+    code, talk = ran("pentamesh", "train", "pipeline.json", cwd=tmp_path)
     assert code == 2
     assert "planned but not trained yet" in talk

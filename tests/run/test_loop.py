@@ -60,6 +60,7 @@ STRATEGIES = {
     "zero2": {"layout__shard": "gradients"},
     "full_shard": {"layout__shard": "parameters"},
     "hybrid_shard": {"layout__shard": "parameters", "layout__replicate": 2},
+    "multi_axis": {"layout__shard": "parameters", "layout__tensor": 2, "layout__sequence_parallel": True},
 }
 
 
@@ -113,6 +114,20 @@ def test_export_loads_with_plain_transformers(tmp_path: Path) -> None:
     assert not info["unexpected_keys"]
     assert AutoTokenizer.from_pretrained(folder.export).chat_template == toy.CHATML
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_tensor_parallel_trains_as_data_parallel_does(tmp_path: Path) -> None:
+    """Through plan, checkpoint, receipt and export: micro-batches of their own lengths, an uneven vocabulary, a tied head."""
+    losses = {}
+    for name, changes in {"data": {}, "tensor": {"layout__tensor": 2}, "sequence": {"layout__tensor": 2, "layout__sequence_parallel": True}}.items():
+        (tmp_path / name).mkdir()
+        folder = trained(toy.job(tmp_path / name, layout__shard="parameters", **changes))
+        assert json.loads(folder.receipt.read_text())["ledger_equal"] is True
+        losses[name] = [row["loss"] for row in metrics(folder)]
+        exported = load_file(folder.export / "model.safetensors")
+        assert exported["model.embed_tokens.weight"].shape[0] == Plan.read(folder.plan).model["vocab"]
+    assert losses["tensor"] == pytest.approx(losses["data"], rel=1e-5)
+    assert losses["sequence"] == pytest.approx(losses["data"], rel=1e-5)
 
 
 def test_pretraining_starts_from_the_same_weights_on_any_layout(tmp_path: Path) -> None:

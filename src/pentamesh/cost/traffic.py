@@ -20,7 +20,7 @@ from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, Layout
 from pentamesh.layout.moves import Move
 from pentamesh.layout.policy import Policy
-from pentamesh.layout.rhythm import LedgerRow, ledger, rhythm
+from pentamesh.layout.rhythm import LedgerRow, ledger, partial_sums, rhythm
 from pentamesh.model.spec import ModelSpec
 
 __all__ = ["Flow", "communication", "flows"]
@@ -105,7 +105,9 @@ def _model_rows(model: ModelSpec, held: Holding, policy: Policy, precision: Prec
     layout, layers = replace(held.layout, mesh=replace(mesh, pp=1)), held.stage_num_layers(0)
 
     def counts(some: ModelSpec) -> Counter[LedgerRow]:
-        return Counter({replace(row, count=1): row.count for row in ledger(rhythm(some, layout, policy, precision, seq_len))})
+        found = Counter({replace(row, count=1): row.count for row in ledger(rhythm(some, layout, policy, precision, seq_len))})
+        found.subtract(ledger(partial_sums(((t, 1) for t in some.parameters), layout, precision)))
+        return found
 
     kinds = [unit for unit in units_of(model) if not unit.is_root]
     if layout.shard == "none" or layers <= 2:
@@ -118,7 +120,9 @@ def _model_rows(model: ModelSpec, held: Holding, policy: Policy, precision: Prec
             more = counts(_sampled(model, kinds, kind)) if times else one
             for row in one | more:
                 total[row] += times * (more[row] - one[row])
-    rows = [replace(row, count=count) for row, count in total.items()]
+    # Partial gradients are one buffer a step, whose bytes grow with the blocks.
+    total.update(ledger(partial_sums(((t, unit.count) for unit in units_of(_shortened(model, layers)) for t in unit.tensors), layout, precision)))
+    rows = [replace(row, count=count) for row, count in total.items() if count]
     if mesh.pp > 1:
         rows += [
             r for r in ledger(rhythm(_shortened(model, mesh.pp), held.layout, policy, precision, seq_len)) if "pp" in r.axes and r.kind == "send"

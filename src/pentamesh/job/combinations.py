@@ -130,6 +130,6 @@ def untrainable(job: Job) -> Iterator[Conflict]:
         hint = "use precision: bf16 (fp32 masters) or fp32, or only plan it"
         yield Conflict(("precision",), "precision = bf16-pure is planned but not trained yet", hint)
     layout = job.layout
-    for axis in ("tensor", "pipeline", "context", "expert"):
+    for axis in ("pipeline", "context", "expert"):
         if (degree := getattr(layout, axis) or 1) > 1:
             yield Conflict((f"layout.{axis}",), f"{axis} = {degree} is planned but not trained yet", f"use {axis}: 1, or only plan it")

@@ -102,6 +102,13 @@ def _sequence(asked: _Asked) -> Iterator[Problem]:
             "batch.seq_len",
             f"use seq_len = {_listed(n for n in (below + unit, below) if n)}",
         )
+    if asked.layout.sequence_parallel and any(window is not None and window < seq_len for window in asked.model.windows):
+        narrowest = min(window for window in asked.model.windows if window is not None)
+        yield Problem(
+            f"sequence_parallel attends without a mask, and {asked.model.name} has a sliding window of {narrowest} tokens",
+            "layout.sequence_parallel",
+            f"leave it out, or use seq_len = {narrowest}",
+        )
     if mesh.cp > 1 and asked.layout.context == "ulysses" and asked.model.family != "generic" and asked.model.num_kv_heads % (mesh.cp * mesh.tp):
         yield Problem(
             f"context x tensor = {mesh.cp * mesh.tp} does not divide kv_heads = {asked.model.num_kv_heads}, over which Ulysses exchanges",

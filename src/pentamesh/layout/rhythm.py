@@ -21,7 +21,7 @@ from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 
-__all__ = ["LedgerRow", "buckets", "ledger", "rhythm"]
+__all__ = ["LedgerRow", "buckets", "ledger", "partial_sums", "rhythm"]
 
 
 @dataclass(frozen=True, order=True)
@@ -251,13 +251,17 @@ def _bookkeeping(model: ModelSpec, layout: Layout, precision: Precision) -> Iter
     if tokens:
         yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 16), 1)
         yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 8), 1)
-    partial = [t for t in model.parameters if "tp" in partial_axes(t, layout)]
-    if partial:
-        numel = sum(split(t, Role.STATE, layout).max_local_numel for t in partial)
-        yield Crossing("step", Move("all_reduce", ("tp",), layout.mesh.tp, numel * ITEMSIZE[precision.gradient]), 1)
+    yield from partial_sums(((t, 1) for t in model.parameters), layout, precision)
     cut = norm_axes(model, layout)
     if cut:
         yield Crossing("step", Move("all_reduce", cut, layout.mesh.degree(*cut), 8), 1)
+
+
+def partial_sums(counted: Iterable[tuple[TensorSpec, int]], layout: Layout, precision: Precision) -> Iterator[Crossing]:
+    """The sum, once a step and in one buffer, of the gradients of which each tensor rank has a part; `counted` are tensors and how many of each."""
+    numel = sum(count * split(t, Role.STATE, layout).max_local_numel for t, count in counted if "tp" in partial_axes(t, layout))
+    if numel:
+        yield Crossing("step", Move("all_reduce", ("tp",), layout.mesh.tp, numel * ITEMSIZE[precision.gradient]), 1)
 
 
 def norm_axes(model: ModelSpec, layout: Layout) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ def _seconds(line: Line, gbps: int) -> float | None:
 
 def _sent(model: ModelSpec, layout: Layout, kinds: tuple[str, ...], policy: Policy = ONCE, precision: Precision = TRAVELS) -> tuple[float, float]:
     """Bytes that a rank sends, and that leave a node, in a step of one micro-batch, for the collectives of `kinds` over parameters."""
-    rows = [r for r in ledger(rhythm(model, layout, policy, precision, local_seq=1)) if r.kind in kinds and r.phase != "step"]
+    rows = [r for r in ledger(rhythm(model, layout, policy, precision, seq=1)) if r.kind in kinds and r.phase != "step"]
     return sum(r.wire_bytes for r in rows), sum(_out_of_node(r, layout) for r in rows)
 
 
@@ -95,7 +95,7 @@ def _out_of_node(row: LedgerRow, layout: Layout) -> float:
 def tensor(model: ModelSpec, degree: int = 8, tokens: int = 4096, gb_per_s: Sequence[float] = (360, 50, 28)) -> Table:
     """What tensor parallel sends for one micro-batch of `tokens` tokens, forward and backward, and seconds at several bus bandwidths."""
     layout = Layout(Mesh(tp=degree))
-    rows = [r for r in ledger(rhythm(model, layout, Policy(), TRAVELS, local_seq=tokens)) if r.axes == ("tp",) and r.phase != "step"]
+    rows = [r for r in ledger(rhythm(model, layout, Policy(), TRAVELS, seq=tokens)) if r.axes == ("tp",) and r.phase != "step"]
     payload, wire = sum(r.bytes * r.count for r in rows), sum(r.wire_bytes for r in rows)
     stream = split(activation("residual", model, layout, 1, tokens, ("hidden",)), Role.CARRY, layout)
     token = 2 * model.num_layers * stream.max_local_numel // tokens * BF16
@@ -141,7 +141,7 @@ def axes(model: ModelSpec, degree: int = 8, seq_len: int = 4096) -> Table:
         if wrong := problems(model, layout, Batch(seq_len=seq_len, micro_batch=1, global_batch=degree)):
             left_out.append(f"{name}: {wrong[0].what}")
             continue
-        spoken = [r for r in ledger(rhythm(model, layout, Policy(), TRAVELS, local_seq=seq_len)) if r.phase != "step"]
+        spoken = [r for r in ledger(rhythm(model, layout, Policy(), TRAVELS, seq=seq_len)) if r.phase != "step"]
         count, sent = sum(r.count for r in spoken), sum(r.wire_bytes for r in spoken)
         kinds = ", ".join(dict.fromkeys(r.kind for r in spoken))
         rows.append((name, cuts, str(count), kinds, sent, sent / count, home))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from pentamesh.cost.holding import widths
 from pentamesh.cost.predict import Prediction
+from pentamesh.layout.mesh import USER_AXES
 from pentamesh.units import format_bytes, format_count, format_seconds
 
 __all__ = ["NAMES", "reasons", "why_not"]
@@ -126,7 +127,7 @@ def _communication(p: Prediction) -> Iterator[str]:
 
 
 def _machinery(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
-    """What several axes buy over the data axes alone, which are all that is trained so far."""
+    """What several axes buy over the data axes alone."""
     simple = [p for p in found if p.held.layout.strategy != "multi_axis" and p.verdict != "does_not_fit"]
     if chosen.held.layout.strategy != "multi_axis":
         return
@@ -134,7 +135,8 @@ def _machinery(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]
         best = min(simple, key=lambda p: p.time.step_s.expected)
         slower = best.time.step_s.expected / chosen.time.step_s.expected - 1
         yield f"of the data axes alone, {NAMES[best.held.layout.strategy]} takes {format_seconds(best.time.step_s.expected)}, {slower:.0%} more"
-    yield "tensor and pipeline parallel are planned and not trained yet"
+    if untrained := [name for axis, name in USER_AXES.items() if axis in ("pp", "cp", "ep") and chosen.held.layout.mesh.degree(axis) > 1]:
+        yield f"{' and '.join(untrained)} parallel: planned and not trained yet"
 
 
 def _uncertain(p: Prediction) -> Iterator[str]:

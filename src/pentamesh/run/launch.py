@@ -69,8 +69,9 @@ def _model(job: Job, target: Path) -> ModelSpec:
 
 def _check_runnable(plan: Plan, where: str) -> None:
     """Raises InputError for a layout that is planned but not trained yet."""
-    if plan.strategy == "multi_axis":
-        raise InputError(f"{plan.layout.mesh} is planned but not trained yet", where=where, hint="the data axes are: make the other degrees 1")
+    if plan.layout.mesh.degree("pp", "cp", "ep") > 1:
+        hint = "data and tensor are: make the other degrees 1"
+        raise InputError(f"{plan.layout.mesh} is planned but not trained yet", where=where, hint=hint)
 
 
 def located(job: Job, target: Path) -> Job:

@@ -57,6 +57,7 @@ class Measurements:
     losses: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     ledger: list[LedgerRow] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
     unusable_in_a_row: int = 0
 
 
@@ -188,6 +189,8 @@ def _one_step(made: Run, counters: Counters, measured: Measurements) -> Counters
     set_learning_rate(made.trainee.optimizer, lr)
     started = time.perf_counter()
     micros = [micro.to(made.world.device, non_blocking=True) for micro in made.batches.step(counters.consumed)]
+    if index == 1:
+        measured.lengths = [micro.input_ids.shape[1] for micro in micros]
     with _instruments(made, measured, index):
         result = take_step(made.trainee, micros, job.optimizer.max_grad_norm)
     elapsed = time.perf_counter() - started
@@ -280,7 +283,8 @@ def _finish(made: Run, measured: Measurements, counters: Counters) -> None:
 
 def _write_receipt(made: Run, measured: Measurements, peak: int, rss: int) -> None:
     plan = made.plan
-    predicted = ledger(rhythm(made.trainee.model, plan.layout, plan.policy, plan.precision, plan.job.batch.seq_len))
+    lengths = measured.lengths or plan.job.batch.seq_len
+    predicted = ledger(rhythm(made.trainee.model, plan.layout, plan.policy, plan.precision, lengths))
     states = [t for name, t in state_tensors(made.trainee).items() if not name.startswith("rng")]
     facts = Measured(
         step_s=tuple(measured.step_s),

@@ -99,4 +99,18 @@ def describe(config: dict[str, Any], name: str) -> ModelSpec:
         max_positions=config.get("max_position_embeddings", 0),
         tensors=(embedding, *(t for i in range(layers) for t in block(i)), *norm("model.norm", hidden, Acts(Role.CARRY, _STREAM), ""), head),
         config=config,
+        windows=_windows(config, layers),
     )
+
+
+def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer; empty where there is none.
+
+    Source: transformers, Mistral slides in every layer; Qwen2 and Qwen3, where `use_sliding_window` says so, from `max_window_layers` on.
+    """
+    window = config.get("sliding_window") if config["model_type"] == "mistral" or config.get("use_sliding_window") else None
+    if not window:
+        return ()
+    first = 0 if config["model_type"] == "mistral" else config.get("max_window_layers", 28)
+    kinds = config.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers])
