@@ -1,0 +1,251 @@
+"""`python benchmarks/speed.py`: steps of `pentamesh train` beside those of a minimal loop written by hand, on two processes of this machine.
+
+Both sides train the same 512-wide, 8-layer Llama on the same tokens in the same processes, one step of each in turn, so that what else the
+machine does falls on both alike. What is compared is the median over such pairs of the ratio of their speeds; its quartiles say how noisy the
+machine was. Peak memory is measured apart, one side at a time in fresh processes, by the same counter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pentamesh.job.hardware import read_hardware
+from pentamesh.job.job import Batch, Job, LayoutRequest, Model
+from pentamesh.job.precision import PRECISIONS
+from pentamesh.model.read import read_model
+from pentamesh.model.spec import ModelSpec
+from pentamesh.plan.plan import Plan
+from pentamesh.plan.search import plan
+from pentamesh.run.data.batches import Micro
+from pentamesh.run.optim import adamw
+from pentamesh.run.peak import measured_peak
+from pentamesh.run.place import parameters_of, place
+from pentamesh.run.step import Trainee, take_step
+from pentamesh.run.verify import drawn
+from pentamesh.run.world import World, join
+from pentamesh.run.worlds import run_world
+
+RANKS, SEQ_LEN, MICRO_BATCH = 2, 512, 2
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": SEQ_LEN,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+Step = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A strategy, how it accumulates, how the hand-written loop reduces (`each` micro-batch or `once` a step), and what ours has to reach."""
+
+    strategy: str
+    grad_accum: int
+    hand: str
+    least_speed: float
+
+
+CASES = (
+    Case("ddp", 1, "once", 0.97),
+    Case("ddp", 4, "once", 0.97),
+    Case("full_shard", 1, "once", 0.97),
+    Case("full_shard", 4, "once", 1.07),
+    Case("full_shard", 4, "each", 1.12),
+)
+MOST_MEMORY = 1.05
+
+
+def micros(rank: int, grad_accum: int, seed: int) -> list[Micro]:
+    """The same full sequences for both sides."""
+    draw = torch.Generator().manual_seed(1000 * seed + rank)
+    rows = [torch.randint(0, CONFIG["vocab_size"], (MICRO_BATCH, SEQ_LEN + 1), generator=draw) for _ in range(grad_accum)]
+    return [Micro(row[:, :-1].contiguous(), row[:, 1:].contiguous(), MICRO_BATCH * SEQ_LEN, MICRO_BATCH * SEQ_LEN) for row in rows]
+
+
+# Ours
+
+
+def planned(model: ModelSpec, folder: Path, case: Case) -> Plan:
+    """What `pentamesh train` would run on two processes of this machine."""
+    shard = {"ddp": "none", "full_shard": "parameters"}[case.strategy]
+    job = Job(
+        model=Model(name=str(folder)),
+        method="pretrain",
+        batch=Batch(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, global_batch=MICRO_BATCH * case.grad_accum * RANKS),
+        precision="fp32",
+        hardware=f"{RANKS}xCPU",
+        layout=LayoutRequest(shard=shard),
+    )
+    return plan(job, model, read_hardware(job.hardware), data_only=True)
+
+
+def ours(case: Case, folder: Path, world_of: Callable[[Plan], World]) -> tuple[Step, Plan]:
+    model = read_model(str(folder))
+    chosen = planned(model, folder, case)
+    world, precision = world_of(chosen), PRECISIONS["fp32"]
+    module = place(model, chosen.layout, chosen.policy, precision, world, drawn(0, world))
+    parameters = parameters_of(module)
+    trainee = Trainee(module, parameters, adamw(parameters, model, chosen.job.optimizer, precision), model, chosen.policy, world)
+    count = iter(range(10**9))
+    return lambda: take_step(trainee, micros(world.rank, case.grad_accum, next(count)), 1.0).loss, chosen
+
+
+# By hand
+
+
+def by_hand(case: Case, folder: Path) -> Step:
+    """The loop that torch's tutorials teach: HF module and loss, DDP with no_sync or fully_shard block by block, clip, fused AdamW."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder)
+    config.use_cache = False
+    module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    if case.strategy == "ddp":
+        module = DistributedDataParallel(module, gradient_as_bucket_view=True, static_graph=case.grad_accum == 1)
+    else:
+        for layer in module.model.layers:
+            fully_shard(layer)
+        fully_shard(module)
+        for part in module.modules():
+            if hasattr(part, "set_force_sum_reduction_for_comms"):
+                part.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
+    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-5, betas=(0.9, 0.95), fused=True)
+    count = iter(range(10**9))
+
+    def step() -> float:
+        rows, total = micros(dist.get_rank(), case.grad_accum, next(count)), 0.0
+        for index, row in enumerate(rows):
+            last = index == len(rows) - 1
+            total += _backward(module, row, case, last)
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
+def _backward(module: Any, row: Micro, case: Case, last: bool) -> float:
+    from contextlib import nullcontext
+
+    sync = last or case.hand == "each"
+    if case.strategy == "full_shard":
+        module.set_requires_gradient_sync(sync)
+    with nullcontext() if sync or case.strategy != "ddp" else module.no_sync():
+        logits = module(input_ids=row.input_ids).logits
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), row.labels.flatten()) / case.grad_accum
+        loss.backward()
+    return float(loss.detach())
+
+
+# Measuring
+
+
+def pairs(case: Case, folder: Path, num_pairs: int) -> tuple[list[tuple[float, float]], str]:
+    """Seconds of one step of ours and one by hand, in turn; who goes first alternates."""
+    torch.set_num_threads(1)
+    mine, chosen = ours(case, folder, lambda p: join(p.layout, "cpu"))
+    theirs = by_hand(case, folder)
+    for step in (mine, theirs) * 3:
+        step()
+    found = []
+    for index in range(num_pairs):
+        taken = {}
+        for name, step in ((("ours", mine), ("hand", theirs)), (("hand", theirs), ("ours", mine)))[index % 2]:
+            dist.barrier()
+            started = time.perf_counter()
+            step()
+            dist.barrier()
+            taken[name] = time.perf_counter() - started
+        found.append((taken["ours"], taken["hand"]))
+    return found, str(chosen.policy)
+
+
+def peak(case: Case, folder: Path, side: str) -> int:
+    """The peak of a steady step of one side alone."""
+    torch.set_num_threads(1)
+    step = ours(case, folder, lambda p: join(p.layout, "cpu"))[0] if side == "ours" else by_hand(case, folder)
+    for _ in range(2):
+        step()
+    return _peak_of(step)
+
+
+def _peak_of(step: Step) -> int:
+    with measured_peak(torch.device("cpu")) as found:
+        step()
+    return found.peak_bytes or 0
+
+
+def measure(case: Case, folder: Path, num_pairs: int) -> dict[str, Any]:
+    seconds, policy = run_world(pairs, RANKS, case, folder, num_pairs, timeout_s=3600)[0]
+    ratios = sorted(hand / own for own, hand in seconds)
+    quartiles = statistics.quantiles(ratios, n=4)
+    tokens = RANKS * MICRO_BATCH * SEQ_LEN * case.grad_accum
+    own_peak, hand_peak = (max(run_world(peak, RANKS, case, folder, side, timeout_s=600)) for side in ("ours", "hand"))
+    return asdict(case) | {
+        "policy": policy,
+        "ours_tokens_per_s": tokens / statistics.median(own for own, _ in seconds),
+        "hand_tokens_per_s": tokens / statistics.median(hand for _, hand in seconds),
+        "speed_ratio": statistics.median(ratios),
+        "speed_ratio_quartiles": [quartiles[0], quartiles[2]],
+        "num_pairs": len(ratios),
+        "ours_peak_bytes": own_peak,
+        "hand_peak_bytes": hand_peak,
+        "memory_ratio": own_peak / hand_peak,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of steps a case")
+    parser.add_argument("--only", help="cases whose name contains this (`ddp-1`)")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    given = parser.parse_args()
+    folder = Path(".cache/benchmarks/model")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
+    print(f"{RANKS} processes, fp32, sequence {SEQ_LEN}, micro-batch {MICRO_BATCH}, {machine}")
+    rows = []
+    for case in CASES:
+        if given.only and given.only not in f"{case.strategy}-{case.grad_accum}-{case.hand}":
+            continue
+        row = measure(case, folder, given.pairs)
+        rows.append(row)
+        low, high = row["speed_ratio_quartiles"]
+        print(
+            f"{case.strategy:10} accumulation {case.grad_accum}, by hand reduced {case.hand:4}: "
+            f"{row['ours_tokens_per_s']:6.0f} against {row['hand_tokens_per_s']:6.0f} tok/s = {row['speed_ratio']:.3f}x "
+            f"(quartiles {low:.3f}-{high:.3f}; at least {case.least_speed}), memory {row['memory_ratio']:.3f}x (at most {MOST_MEMORY})",
+            flush=True,
+        )
+    if given.json:
+        given.json.write_text(json.dumps({"schema": "pentamesh.benchmark", "version": 1, "machine": machine, "rows": rows}, indent=2) + "\n")
+    missed = [r for r in rows if r["speed_ratio"] < r["least_speed"] or r["memory_ratio"] > MOST_MEMORY]
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
