@@ -66,7 +66,7 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     """
     built = build(model, torch_dtype(precision.weight))
     if policy.recompute == "full":
-        built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        built.activation_checkpointing_enable({"use_reentrant": False})
     sharded = Role.STATE in SHARDED_KINDS[layout.shard]
     if sharded:
         _fully_shard(built, model, policy, precision, world)
