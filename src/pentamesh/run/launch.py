@@ -262,7 +262,7 @@ def _cause(folder: RunFolder, failures: dict[int, Any]) -> PentameshError:
         found: PentameshError = RunFailed(f"rank {rank} was killed by {name}{reason}; the other ranks were ended", where=str(folder.path), hint=hint)
         folder.record_failure(rank, found)
         return found
-    if outcome is None or outcome["outcome"] != "failed":
+    if outcome is None or "problems" not in outcome:
         return RunFailed(f"rank {min(failures)} ended with exit code {failures[min(failures)].exitcode}", where=str(folder.path), hint=hint)
     kind = {2: InputError, 3: DoesNotFit, 4: Drift}.get(outcome["exit_code"], RunFailed)
     problems = [Problem(**problem) for problem in outcome["problems"]]
