@@ -21,7 +21,7 @@ from pentamesh.job.hardware import Hardware, read_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.read import check_trainable, read_job, resolve
 from pentamesh.model.families import generic
-from pentamesh.model.read import read_model
+from pentamesh.model.read import read_model, resolved
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as make_plan
@@ -74,17 +74,16 @@ def _check_runnable(plan: Plan, where: str) -> None:
 
 
 def located(job: Job, target: Path) -> Job:
-    """The job with its relative paths made absolute: they are relative to the job file, and ranks may stand elsewhere."""
+    """The job with its paths made absolute and its model's name resolved: they are relative to the job file, and ranks may stand elsewhere."""
 
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(resolve(path, target.parent).resolve())
 
     folder = job.logging.folder or f"runs/{target.stem}"
-    is_folder = resolve(job.model.name, target.parent).exists()
     held_out = job.data.held_out
     return job.model_copy(
         update={
-            "model": job.model.model_copy(update={"name": absolute(job.model.name) if is_folder else job.model.name}),
+            "model": job.model.model_copy(update={"name": resolved(job.model.name, target.parent)}),
             "data": job.data.model_copy(
                 update={"train": absolute(job.data.train), "held_out": absolute(held_out) if isinstance(held_out, str) else held_out}
             ),

@@ -112,8 +112,8 @@ def _room(trainee: Trainee, plan: Plan, folder: RunFolder) -> int:
 
 
 def _source(plan: Plan, world: World) -> Path:
-    first("finding the model", lambda: model_folder(plan.job.model, Path()))  # a download happens once
-    return model_folder(plan.job.model, Path())
+    first("finding the model", lambda: model_folder(plan.job.model))  # a download happens once
+    return model_folder(plan.job.model)
 
 
 def _prepare(plan: Plan, model: ModelSpec, source: Path, folder: RunFolder) -> Prepared:
