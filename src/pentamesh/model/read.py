@@ -51,7 +51,8 @@ def read_model(name: str, base: Path | None = None, revision: str | None = None)
         return _spec(read_config(cached, within=repository), published, str(cached), notes)
     if found:
         said = (f"revision {revision} was not looked at: the sizes are the catalogue's",) if revision else ()
-        return _spec(found.entry.config, published, f"the catalogue's {found.entry.id}", (*found.notes, *filter(None, [found.entry.note]), *said))
+        notes = (*found.notes, *filter(None, [found.entry.note]), *said)
+        return replace(_spec(found.entry.config, published, f"the catalogue's {found.entry.id}", notes), is_assumed=True)
     return _of_hub(name, revision)
 
 

@@ -23,6 +23,7 @@ from pentamesh.job.read import check_trainable, read_job, resolve
 from pentamesh.model.families import generic
 from pentamesh.model.read import read_model, resolved
 from pentamesh.model.spec import ModelSpec
+from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as make_plan
 from pentamesh.run.folder import RunFolder
@@ -53,7 +54,8 @@ def planned(target: Path, overrides: Sequence[str]) -> Plan:
         plan = Plan.read(target, as_made=True)
         check_trainable(plan.job, str(target), target.parent)
         _check_runnable(plan, str(target))
-        _model(plan.job, target)
+        hint = "plan it again, or put the model back as it was"
+        check_model(plan.model, model_facts(_model(plan.job, target)), f"{plan.job.model.name}, the model of {target}", hint)
         return replace(plan, job=located(plan.job, target))
     job, recorded = read_job(target, overrides)
     check_trainable(job, str(target), target.parent)
@@ -183,6 +185,8 @@ def _after(folder: RunFolder, plan: Plan, options: Options) -> Plan:
     if before != now:
         hint = f"run it on {before} processes (hardware, layout), or start anew in another logging.folder from `pentamesh export {folder.path}`"
         raise InputError(f"a run of {before} processes is resumed on as many so far, not on {now}", where="hardware", hint=hint)
+    hint = f"put the model back as it was, or start anew in another logging.folder from `pentamesh export {folder.path}`"
+    check_model(earlier.model, plan.model, f"{plan.job.model.name}, the model of the checkpoint", hint)
     if earlier.fingerprint == plan.fingerprint:
         return replace(plan, parent=earlier.parent)
     print("the plan changed since the checkpoint:\n" + "\n".join(_changes(earlier.to_json(), plan.to_json())), file=sys.stderr)  # noqa: T201

@@ -17,6 +17,7 @@ from pentamesh.checkpoint.weights import Weights
 from pentamesh.errors import InputError, Problem, RunFailed
 from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
+from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.receipt import receipt
 from pentamesh.run.after import export_run
@@ -89,6 +90,7 @@ def _set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
     job = plan.job
     source = _source(plan, world)
     model = read_model(str(source))
+    check_model(plan.model, model_facts(model), str(source), "plan it again, or put the model back as it was")
     prepared = _prepare(plan, model, source, folder)
     num_steps, in_run = _length(plan, len(prepared.train))
     trainee = _trainee(plan, model, source, world)
