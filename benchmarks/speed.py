@@ -25,6 +25,7 @@ from torch import nn
 from pentamesh.job.hardware import read_hardware
 from pentamesh.job.job import Batch, Job, LayoutRequest, Model
 from pentamesh.job.precision import PRECISIONS
+from pentamesh.layout.mesh import Shard
 from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.plan import Plan
@@ -86,7 +87,7 @@ def micros(rank: int, grad_accum: int, seed: int) -> list[Micro]:
 
 def planned(model: ModelSpec, folder: Path, case: Case) -> Plan:
     """What `pentamesh train` would run on two processes of this machine."""
-    shard = {"ddp": "none", "full_shard": "parameters"}[case.strategy]
+    shard: Shard = "none" if case.strategy == "ddp" else "parameters"
     job = Job(
         model=Model(name=str(folder)),
         method="pretrain",

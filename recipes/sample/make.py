@@ -35,9 +35,7 @@ def tokenizer(folder: Path, texts: list[str]) -> int:
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     built.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    built.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=320, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False)
-    )
+    built.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=320, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False))
     PreTrainedTokenizerFast(tokenizer_object=built, eos_token="<|end|>", pad_token="<|end|>").save_pretrained(folder)
     return built.get_vocab_size()
 

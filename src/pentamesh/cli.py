@@ -191,12 +191,13 @@ def evaluate_command(
     """
     from pentamesh.job.precision import PRECISIONS
     from pentamesh.job.read import read_job
+    from pentamesh.model.read import resolved
     from pentamesh.run.evaluate import evaluate
     from pentamesh.run.launch import located
     from pentamesh.run.source import model_folder
 
     job = located(read_job(job_file, set_ or [])[0], job_file)
-    folder = model_folder(job.model.model_copy(update={"name": str(model)}) if model else job.model, Path())
+    folder = model_folder(job.model.model_copy(update={"name": resolved(str(model))}) if model else job.model)
     found = evaluate(job, folder, PRECISIONS[_precision(precision)])
     if as_json:
         facts = {"model": str(folder), "precision": precision, "held_out_loss": found.loss, "num_tokens": found.num_tokens}
@@ -238,7 +239,7 @@ def data_preview_command(
     from pentamesh.run.source import model_folder, tokenizer_of
 
     job = located(read_job(job_file, set_ or [])[0], job_file)
-    found = collect(job, tokenizer_of(model_folder(job.model, Path())), Path(), rows).to_json()
+    found = collect(job, tokenizer_of(model_folder(job.model)), Path(), rows).to_json()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return

@@ -3,7 +3,7 @@
     PentameshError            5   base: never raised itself
     |-- InputError            2   the job, its data or its model cannot be used as given
     |-- DoesNotFit            3   no layout fits the hardware
-    |-- Drift                 4   what was built differs from what was planned
+    |-- Drift                 4   what is there differs from what was planned
     `-- RunFailed             5   the run started and could not finish
 
 Exit code 0 is success; 128 + n is an end by signal n (130 from the keyboard, 143 by a scheduler). An error carries *all* the problems
@@ -64,7 +64,7 @@ class DoesNotFit(PentameshError):
 
 
 class Drift(PentameshError):
-    """What was built (shape, placement, dtype) is not what the plan says."""
+    """What is there (the model, what was built of it, its collectives) is not what the plan says."""
 
     exit_code = 4
 

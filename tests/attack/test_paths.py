@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from pentamesh.errors import InputError
+from pentamesh.job.hardware import read_hardware
 from pentamesh.job.read import read_job_text
+from pentamesh.model.read import read_model
+from pentamesh.plan.search import plan
 from pentamesh.run.launch import located, planned
+from pentamesh.run.source import model_folder
 from tests.run import toy
 
 
@@ -25,3 +30,41 @@ def test_absent_rows_are_told_while_planning(tmp_path: Path, key: str) -> None:
     with pytest.raises(InputError, match=r"no file row\.jsonl") as caught:
         planned(job, [f"{key}=row.jsonl"])
     assert "rows.jsonl" in caught.value.problems[0].hint
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("llama-3.2-1b", "meta-llama/Llama-3.2-1B"),
+        ("meta-llama/Llama-3.3-70B", "meta-llama/Llama-3.3-70B-Instruct"),
+        ("someone/else", "someone/else"),
+    ],
+)
+def test_training_looks_for_the_model_that_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, published: str) -> None:
+    """Under its published name, whatever lies under that name in the folder where the command is given."""
+    (tmp_path / "elsewhere" / published).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path))
+    job = located(read_job_text(f"model: {name}\n")[0], tmp_path / "job.yaml")
+    assert model_folder(job.model) == tmp_path
+    assert asked == [published]
+
+
+def test_a_model_may_lie_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = toy.model_folder(tmp_path / "model")
+    for name in ("~/model", "~/model/config.json"):
+        job = toy.job(tmp_path / "jobs", model=name, data__train=str(toy.rows(tmp_path / "rows.jsonl", 40)))
+        assert model_folder(planned(job, []).job.model) == folder
+
+
+def test_a_plan_is_the_same_by_every_name_of_its_model(tmp_path: Path) -> None:
+    """`train plan.json` resolves the name, and still runs the plan that was made."""
+    toy.rows(tmp_path / "rows.jsonl", 4)
+    job, _ = read_job_text("model: llama-3.2-1b\ndata: {train: rows.jsonl}\ntraining: {steps: 1}\nhardware: 8xH100\n")
+    made = plan(job, read_model(job.model.name), read_hardware("8xH100"), data_only=True)
+    made.write(tmp_path / "plan.json")
+    run = planned(tmp_path / "plan.json", [])
+    assert run.job.model.name == "meta-llama/Llama-3.2-1B"
+    assert run.fingerprint == made.fingerprint

@@ -6,19 +6,23 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from pentamesh.checkpoint.keep import published
 from pentamesh.checkpoint.manifest import Manifest
-from pentamesh.errors import InputError
+from pentamesh.errors import Drift, InputError, RunFailed
 from pentamesh.plan.plan import Plan
+from pentamesh.run import measurements
 from pentamesh.run.folder import RunFolder
-from pentamesh.run.launch import keep
-from pentamesh.run.loop import run
+from pentamesh.run.launch import _cause, keep
+from pentamesh.run.loop import Ending, run
 from pentamesh.run.options import Options
+from pentamesh.run.worker import work
 from pentamesh.run.world import join
 from pentamesh.run.worlds import run_world
 from tests.run import toy
@@ -26,7 +30,7 @@ from tests.run import toy
 PLAIN = Options()
 
 
-def rank(folder: Path, options: Options) -> str:
+def rank(folder: Path, options: Options) -> Ending:
     """What each rank of a world does."""
     plan = Plan.read(RunFolder(folder).plan)
     return run(plan, RunFolder(folder), join(plan.layout, "cpu"), options)
@@ -99,6 +103,7 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
 
     receipt = json.loads(folder.receipt.read_text())
     assert receipt["ledger_equal"] is True
+    assert (receipt["from_step"], receipt["to_step"]) == (1, 6)
     assert receipt["parts"]["states_bytes"]["ratio"] == pytest.approx(1, abs=0.01)
     assert receipt["parts"]["peak_bytes"]["ratio"] > 0.2
     assert [path.name for path in sorted(folder.checkpoints.glob("step-*"))] == ["step-00000004", "step-00000006"]
@@ -213,3 +218,44 @@ def test_what_a_first_save_left_is_no_checkpoint(tmp_path: Path) -> None:
     job = toy.job(tmp_path)
     (tmp_path / "runs/job/checkpoints/step-00000002.partial").mkdir(parents=True)
     assert keep(job, (), PLAIN, even_so=False).plan.exists()
+
+
+def test_a_receipt_says_which_steps_it_is_of(tmp_path: Path) -> None:
+    job = toy.job(tmp_path, hardware="1xCPU", training__steps=4)
+    trained(job, Options(stop_at=3))
+    receipt = json.loads(trained(job, Options(resume=True)).receipt.read_text())
+    assert (receipt["from_step"], receipt["to_step"], receipt["num_steps"]) == (4, 4, 1)
+    assert receipt["ledger_equal"] is None  # no steady step
+    assert receipt["parts"]["states_bytes"]["measured"] is None
+
+
+def drifted(folder: Path) -> int:
+    """The exit code of a rank whose plan predicts no collectives."""
+    measurements.ledger = lambda _: []  # pyright: ignore[reportPrivateImportUsage]
+    return work(lambda: RunFolder(folder), PLAIN)
+
+
+def test_other_collectives_than_planned_are_drift(tmp_path: Path) -> None:
+    """Told by exit code 4 when the model is trained, saved and exported."""
+    folder = keep(toy.job(tmp_path), (), PLAIN, even_so=False)
+    assert run_world(drifted, 2, folder.path) == [4, 4]
+    outcome = json.loads(folder.outcome.read_text())
+    assert (outcome["outcome"], outcome["exit_code"], outcome["kind"], outcome["trained"]) == ("drift", 4, "collectives", "done")
+    assert json.loads(folder.receipt.read_text())["ledger_equal"] is False
+    assert (folder.export / "config.json").is_file()
+    told = _cause(folder, {0: SimpleNamespace(exitcode=4), 1: SimpleNamespace(exitcode=4)})
+    assert isinstance(told, Drift)
+    assert {problem.where for problem in told.problems} == {f"collectives of step 2 on rank {rank}" for rank in (0, 1)}
+    assert "recorded, not predicted" in str(told)
+
+
+def test_weights_that_were_good_outlive_those_that_are_not(tmp_path: Path) -> None:
+    """Step 5 is finite and breaks the weights; its own checkpoint and the ten steps that update nothing leave that of step 4."""
+    job = toy.job(tmp_path, hardware="1xCPU", training__steps=40, checkpoint={"every": 1, "keep": 1}, optimizer={"schedule": "constant"})
+    folder = trained(job, Options(stop_at=4))
+    assert [path.name for path in published(folder.checkpoints)] == ["step-00000004"]
+    toy.job(tmp_path, hardware="1xCPU", training__steps=40, checkpoint={"every": 1, "keep": 1}, optimizer={"schedule": "constant", "lr": 1e30})
+    with pytest.raises(RunFailed, match="10 steps in a row had a loss or gradient that is not finite"):
+        trained(job, Options(resume=True))
+    assert [path.name for path in published(folder.checkpoints)] == ["step-00000005", "step-00000004"]
+    assert [row["step"] for row in metrics(folder) if row["skipped"]] == list(range(6, 16))

@@ -86,7 +86,8 @@ def model_folder(path: Path, dtype: str = "float32", **config: Any) -> Path:
 
 def job(folder: Path, **changes: Any) -> Path:
     """A job file in `folder` beside its model and rows; `changes` are dotted keys with `__` for the dot."""
-    if not (folder / "model").exists():
+    folder.mkdir(parents=True, exist_ok=True)
+    if "model" not in changes and not (folder / "model").exists():
         model_folder(folder / "model")
     if not (folder / "rows.jsonl").exists():
         rows(folder / "rows.jsonl", 40)

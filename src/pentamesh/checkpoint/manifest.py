@@ -5,8 +5,8 @@
         shard-00001-model-00001-of-00002.safetensors   what rank 0 wrote, in files of about a gigabyte
         ...
 
-`manifest.json` holds schema, version and step; the facts that the run gave (counters, data, param_groups, schedule, precision, layout, plan,
-world_size); dtype and whole shape of every tensor; size and SHA-256 of every file; and the SHA-256 of itself.
+`manifest.json` holds schema, version and step; the facts that the run gave (counters, data, precision, layout, plan, world_size); dtype and whole
+shape of every tensor; size and SHA-256 of every file; and the SHA-256 of itself.
 
 Tensors are named after Hugging Face's parameters: `model.<name>`, `optimizer.<name>.exp_avg`, `.exp_avg_sq`, `.step`; what each rank has
 for itself ends in its number: `rng.<rank>`, `rng_cuda.<rank>`. Nothing in the folder is a pickle; a file that the manifest does not name

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from pentamesh.checkpoint.alone import awaited, working
 from pentamesh.errors import InputError, PentameshError, Problem, RunFailed
 
 __all__ = ["Group", "first", "place_in", "together"]
@@ -42,9 +43,20 @@ def together(doing: str, action: Callable[[], T], group: Group = None) -> list[T
 
 
 def first(doing: str, action: Callable[[], T], group: Group = None) -> T:
-    """What `action` returned on the first rank, which alone runs it. Collective, and raises as `together` does."""
-    rank, _ = place_in(group)
-    return together(doing, lambda: action() if rank == 0 else None, group)[0]  # type: ignore[return-value]
+    """What `action` returned on the first rank, which alone runs it, for as long as it takes. Collective, and raises as `together` does."""
+    rank, size = place_in(group)
+    if size == 1:
+        return together(doing, action, group)[0]
+    meets = group or dist.distributed_c10d._get_default_group()
+    if rank != 0:
+        awaited(meets, doing)
+        return together(doing, lambda: None, group)[0]  # type: ignore[return-value]
+
+    def alone() -> T:
+        with working(meets):
+            return action()
+
+    return together(doing, alone, group)[0]
 
 
 def _problems(error: Exception, doing: str, rank: int, size: int) -> tuple[Problem, ...]:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from pentamesh.errors import Problem
-from pentamesh.job.job import Job, Section
+from pentamesh.job.job import MAX_COUNT, Job, Section
 from pentamesh.units import parse_bytes, parse_count
 
 __all__ = ["expected", "faults", "sections"]
@@ -142,8 +142,11 @@ def _cure(field: FieldInfo, value: Any) -> str:
         return f'put it in quotes: "{value}"'
     if kind.startswith("an amount"):
         return "write it like `80 GB` or `79.2 GiB`"
-    if kind.startswith("a whole number") and isinstance(value, str):
-        return "write it like `500`, `128k` or `4M tokens`" if _is_no_count(value) else _about(field)
+    if kind.startswith("a whole number") and isinstance(value, int | float | str):
+        count = _count(value)
+        if count is not None and count > MAX_COUNT:
+            return f"no count goes beyond {MAX_COUNT:.0e}"
+        return "write it like `500`, `128k` or `4M tokens`" if count is None and isinstance(value, str) else _about(field)
     return _about(field)
 
 
@@ -152,12 +155,11 @@ def _about(field: FieldInfo) -> str:
     return f"{field.description}{default}"
 
 
-def _is_no_count(value: str) -> bool:
+def _count(value: str | float) -> int | None:
     try:
-        parse_count(value)
-    except ValueError:
-        return True
-    return False
+        return parse_count(value)
+    except (ValueError, OverflowError):
+        return None
 
 
 def _meant(key: str, section: type[Section]) -> str:

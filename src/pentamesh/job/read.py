@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from glob import has_magic
 from pathlib import Path
@@ -56,8 +57,8 @@ def check_trainable(job: Job, where: str, base: Path | None = None) -> None:
 
 
 def resolve(path: str, base: Path) -> Path:
-    """Where a path of a job points: absolute and `~` paths as they are, others from the job file's folder `base`."""
-    return base / Path(path).expanduser()
+    """Where a path of a job points: absolute and `~` paths as they are, others (`~nobody` too) from the job file's folder `base`."""
+    return base / os.path.expanduser(path)
 
 
 def _absent(name: str, base: Path, where: str) -> list[Problem]:

@@ -15,11 +15,24 @@ from pentamesh.model.families import describe, generic
 from pentamesh.model.spec import ModelSpec
 from pentamesh.model.traced import facts_of
 
-__all__ = ["cached_config", "hub_cache", "read_model"]
+__all__ = ["cached_config", "hub_cache", "read_model", "resolved"]
 
 # What a person waits for one small file before hearing why there is none.
 TIMEOUT_S = 10.0
 HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+
+
+def resolved(name: str, base: Path | None = None) -> str:
+    """What `name` stands for: the absolute path of what is there (relative to `base`, `~` from home), or the hub id under which it is published.
+
+    Raises InputError for a path that leads nowhere.
+    """
+    if (local := _local(name, base)).exists():
+        return str(local.resolve())
+    found = catalogue.find(name)
+    if name.startswith((".", "/", "~")) or name.endswith(".json") or not (found or HUB_ID.fullmatch(name)):
+        raise InputError(f"there is no model folder {name}", where=f"model.name, looked for in {local.parent}", hint=catalogue.nearest(name))
+    return found.name if found else name
 
 
 def read_model(name: str, base: Path | None = None, revision: str | None = None) -> ModelSpec:
@@ -28,13 +41,9 @@ def read_model(name: str, base: Path | None = None, revision: str | None = None)
     Looked for in this order: a folder or config.json (relative to `base`), a copy in the local Hugging Face cache, the catalogue, the hub.
     Raises InputError with everything that is wrong with its config.json.
     """
-    local = (base or Path()) / Path(name).expanduser()
-    if local.exists():
+    if (local := _local(name, base)).exists():
         return _of_path(local, name)
-    if name.startswith((".", "/", "~")) or name.endswith(".json") or not (HUB_ID.fullmatch(name) or catalogue.find(name)):
-        raise InputError(f"there is no model folder {name}", where=f"model.name, looked for in {local.parent}", hint=catalogue.nearest(name))
-    found = catalogue.find(name)
-    published = found.name if found else name
+    published, found = resolved(name, base), catalogue.find(name)
     if cached := cached_config(published, revision):
         # The snapshots of a model are links into its own blobs: both lie in the folder of the model.
         repository = cached.parents[2]
@@ -42,8 +51,13 @@ def read_model(name: str, base: Path | None = None, revision: str | None = None)
         return _spec(read_config(cached, within=repository), published, str(cached), notes)
     if found:
         said = (f"revision {revision} was not looked at: the sizes are the catalogue's",) if revision else ()
-        return _spec(found.entry.config, published, f"the catalogue's {found.entry.id}", (*found.notes, *filter(None, [found.entry.note]), *said))
+        notes = (*found.notes, *filter(None, [found.entry.note]), *said)
+        return replace(_spec(found.entry.config, published, f"the catalogue's {found.entry.id}", notes), is_assumed=True)
     return _of_hub(name, revision)
+
+
+def _local(name: str, base: Path | None) -> Path:
+    return (base or Path()) / os.path.expanduser(name)
 
 
 def _of_path(path: Path, name: str) -> ModelSpec:

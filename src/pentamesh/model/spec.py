@@ -39,6 +39,7 @@ class ModelSpec:
     windows       per layer how many tokens one token attends to (None: all before it; 0: no softmax attention); empty where all see all
     kept          of a generic model, from which its activations are estimated; a described family lists them
     untrainable   what keeps the trainer from it; empty where nothing does
+    is_assumed    whether the config is the catalogue's and not the model's own
     """
 
     name: str
@@ -58,6 +59,7 @@ class ModelSpec:
     windows: tuple[int | None, ...] = ()
     kept: Kept | None = None
     untrainable: str = ""
+    is_assumed: bool = False
 
     def __hash__(self) -> int:
         """Of what tells models apart at a glance: hashing thousands of tensors would take longer than what is remembered under it."""

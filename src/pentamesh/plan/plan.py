@@ -17,6 +17,7 @@ from pentamesh.job.job import Job
 from pentamesh.job.precision import PRECISIONS, Precision
 from pentamesh.layout.mesh import Layout
 from pentamesh.layout.policy import Policy
+from pentamesh.model import catalogue
 
 __all__ = ["SCHEMA", "VERSION", "Alternative", "Communication", "Memory", "Plan", "Range", "Stage", "Time"]
 
@@ -147,9 +148,11 @@ def _told(error: Any) -> str:
 
 
 def _decisive(job: Job) -> dict[str, Any]:
-    """The job without its logging, and with names of files for their paths."""
+    """The job without its logging, with names of files for their paths, and with the published name of a model for every spelling of it."""
     found = job.model_dump(mode="json", exclude={"logging"})
     for section, key in (("model", "name"), ("data", "train"), ("data", "held_out")):
         if isinstance(found[section][key], str):
             found[section][key] = Path(found[section][key]).name
+    if meant := catalogue.find(found["model"]["name"]):
+        found["model"]["name"] = meant.name
     return found

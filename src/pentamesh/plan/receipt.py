@@ -16,14 +16,19 @@ SCHEMA, VERSION = "pentamesh.receipt", 1
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run measured: seconds of each steady step, tokens of each, bytes of the fullest rank, and one step's ledger."""
+    """What one start of a run measured, from its first step on: seconds and tokens of each step, bytes of the fullest rank, and one step's ledger.
 
+    Bytes and ledger are None where they were not measured: a start of one step has no steady one.
+    """
+
+    from_step: int
     step_s: tuple[float, ...]
     num_tokens: tuple[int, ...]
-    peak_bytes: int
+    peak_bytes: int | None
     rss_peak_bytes: int
-    states_bytes: int
-    ledger: tuple[LedgerRow, ...]
+    states_bytes: int | None
+    states_parts_bytes: dict[str, int]
+    ledger: tuple[LedgerRow, ...] | None
     predicted_ledger: tuple[LedgerRow, ...]
     first_loss: float
     last_loss: float
@@ -36,7 +41,7 @@ def receipt(plan: Plan, measured: Measured) -> dict[str, Any]:
     step_s = median(steady) if steady else None
     tokens_per_s = sum(tokens) / sum(steady) if steady and sum(steady) else None
     batch = plan.job.batch
-    wire = (sum(row.wire_bytes for row in rows) for rows in (measured.predicted_ledger, measured.ledger))
+    wire = None if measured.ledger is None else sum(row.wire_bytes for row in measured.ledger)
     parts = {
         # A plan counts every sequence at its longest; rows that are shorter make steps of fewer tokens, and fewer tokens a second.
         "tokens_per_step": _part(batch.global_batch * batch.seq_len, sum(tokens) / len(tokens) if tokens else None),
@@ -44,17 +49,20 @@ def receipt(plan: Plan, measured: Measured) -> dict[str, Any]:
         "tokens_per_s": _part(plan.tokens_per_s, tokens_per_s),
         "peak_bytes": _part(plan.memory.peak_bytes.expected, measured.peak_bytes),
         "states_bytes": _part(plan.memory.states_bytes, measured.states_bytes),
-        "wire_bytes_per_rank": _part(*wire),
+        "wire_bytes_per_rank": _part(sum(row.wire_bytes for row in measured.predicted_ledger), wire),
     }
     return {
         "schema": SCHEMA,
         "version": VERSION,
         "plan": plan.fingerprint,
         "strategy": plan.strategy,
+        "from_step": measured.from_step,
+        "to_step": measured.from_step + len(measured.step_s) - 1,
         "num_steps": len(measured.step_s),
         "parts": parts,
-        "ledger_equal": measured.ledger == measured.predicted_ledger,
-        "ledger": [vars(row) for row in measured.ledger],
+        "states_parts_bytes": measured.states_parts_bytes,
+        "ledger_equal": None if measured.ledger is None else measured.ledger == measured.predicted_ledger,
+        "ledger": None if measured.ledger is None else [vars(row) for row in measured.ledger],
         "rss_peak_bytes": measured.rss_peak_bytes,
         "loss": {"first": measured.first_loss, "last": measured.last_loss},
     }

@@ -14,6 +14,7 @@ from pentamesh.layout.mesh import AXES, Layout
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.candidates import described, layouts, policies
 from pentamesh.plan.changes import changes_that_fit
+from pentamesh.plan.drift import model_facts
 from pentamesh.plan.plan import Alternative, Plan
 from pentamesh.plan.reasons import reasons, why_not
 
@@ -51,7 +52,7 @@ def plan(
     fits = chosen.verdict != "does_not_fit"
     return Plan(
         job=job,
-        model=_facts(model),
+        model=model_facts(model),
         hardware=json.loads(json.dumps(hardware.to_json())),  # as a plan that was written reads back
         layout=chosen.held.layout,
         policy=chosen.policy,
@@ -110,13 +111,3 @@ def _alternatives(chosen: Prediction, found: list[Prediction]) -> tuple[Alternat
     rest = [p for p in others if p.held.layout.strategy == "multi_axis"][SHOWN_MULTI_AXIS:]
     others = [p for p in others if p not in rest]
     return tuple(Alternative(described(p.held.layout, p.policy), p.verdict, p.time.step_s.expected, why_not(p, chosen)) for p in others)
-
-
-def _facts(model: ModelSpec) -> dict[str, object]:
-    """What a plan tells about its model: every number but the tensors."""
-    kept = ("name", "family", "hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "tied", "max_positions")
-    return {key: getattr(model, key) for key in kept} | {
-        "num_parameters": model.num_parameters,
-        "active_parameters": model.active_parameters,
-        "notes": list(model.notes),
-    }

@@ -101,7 +101,10 @@ class RunFolder:
             self.record_outcome("failed", code, rank=rank, problems=[asdict(problem) for problem in problems])
 
     def record_outcome(self, outcome: str, exit_code: int, **facts: Any) -> None:
-        """Write outcome.json: `done`, `stopped` (asked to), `interrupted` (by a signal) or `failed`, and the exit code."""
+        """Write outcome.json: `done`, `stopped` (asked to), `interrupted` (by a signal), `failed`, or `drift`, and the exit code.
+
+        A run that drifted was trained to its end, with collectives that its plan does not have.
+        """
         write_json(self.outcome, OUTCOME_SCHEMA | {"outcome": outcome, "exit_code": exit_code} | facts)
 
     def read_outcome(self) -> dict[str, Any] | None:

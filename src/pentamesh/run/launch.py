@@ -21,8 +21,9 @@ from pentamesh.job.hardware import Hardware, read_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.read import check_trainable, read_job, resolve
 from pentamesh.model.families import generic
-from pentamesh.model.read import read_model
+from pentamesh.model.read import read_model, resolved
 from pentamesh.model.spec import ModelSpec
+from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as make_plan
 from pentamesh.run.folder import RunFolder
@@ -53,7 +54,8 @@ def planned(target: Path, overrides: Sequence[str]) -> Plan:
         plan = Plan.read(target, as_made=True)
         check_trainable(plan.job, str(target), target.parent)
         _check_runnable(plan, str(target))
-        _model(plan.job, target)
+        hint = "plan it again, or put the model back as it was"
+        check_model(plan.model, model_facts(_model(plan.job, target)), f"{plan.job.model.name}, the model of {target}", hint)
         return replace(plan, job=located(plan.job, target))
     job, recorded = read_job(target, overrides)
     check_trainable(job, str(target), target.parent)
@@ -75,17 +77,16 @@ def _check_runnable(plan: Plan, where: str) -> None:
 
 
 def located(job: Job, target: Path) -> Job:
-    """The job with its relative paths made absolute: they are relative to the job file, and ranks may stand elsewhere."""
+    """The job with its paths made absolute and its model's name resolved: they are relative to the job file, and ranks may stand elsewhere."""
 
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(resolve(path, target.parent).resolve())
 
     folder = job.logging.folder or f"runs/{target.stem}"
-    is_folder = resolve(job.model.name, target.parent).exists()
     held_out = job.data.held_out
     return job.model_copy(
         update={
-            "model": job.model.model_copy(update={"name": absolute(job.model.name) if is_folder else job.model.name}),
+            "model": job.model.model_copy(update={"name": resolved(job.model.name, target.parent)}),
             "data": job.data.model_copy(
                 update={"train": absolute(job.data.train), "held_out": absolute(held_out) if isinstance(held_out, str) else held_out}
             ),
@@ -185,6 +186,8 @@ def _after(folder: RunFolder, plan: Plan, options: Options) -> Plan:
     if before != now:
         hint = f"run it on {before} processes (hardware, layout), or start anew in another logging.folder from `pentamesh export {folder.path}`"
         raise InputError(f"a run of {before} processes is resumed on as many so far, not on {now}", where="hardware", hint=hint)
+    hint = f"put the model back as it was, or start anew in another logging.folder from `pentamesh export {folder.path}`"
+    check_model(earlier.model, plan.model, f"{plan.job.model.name}, the model of the checkpoint", hint)
     if earlier.fingerprint == plan.fingerprint:
         return replace(plan, parent=earlier.parent)
     print("the plan changed since the checkpoint:\n" + "\n".join(_changes(earlier.to_json(), plan.to_json())), file=sys.stderr)  # noqa: T201
@@ -263,7 +266,7 @@ def _cause(folder: RunFolder, failures: dict[int, Any]) -> PentameshError:
         found: PentameshError = RunFailed(f"rank {rank} was killed by {name}{reason}; the other ranks were ended", where=str(folder.path), hint=hint)
         folder.record_failure(rank, found)
         return found
-    if outcome is None or outcome["outcome"] != "failed":
+    if outcome is None or "problems" not in outcome:
         return RunFailed(f"rank {min(failures)} ended with exit code {failures[min(failures)].exitcode}", where=str(folder.path), hint=hint)
     kind = {2: InputError, 3: DoesNotFit, 4: Drift}.get(outcome["exit_code"], RunFailed)
     problems = [Problem(**problem) for problem in outcome["problems"]]

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pentamesh.checkpoint.disk import check_room
-from pentamesh.checkpoint.keep import agreed, published
-from pentamesh.checkpoint.together import first
+from pentamesh.checkpoint.keep import agreed, prune, published
+from pentamesh.checkpoint.together import first, together
 from pentamesh.checkpoint.weights import Weights
-from pentamesh.errors import InputError, RunFailed
-from pentamesh.layout.rhythm import LedgerRow, ledger, rhythm
+from pentamesh.errors import InputError, Problem, RunFailed
 from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
+from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.plan import Plan
-from pentamesh.plan.receipt import Measured, receipt
+from pentamesh.plan.receipt import receipt
 from pentamesh.run.after import export_run
 from pentamesh.run.data.batches import Batches
 from pentamesh.run.data.prepare import prepare
@@ -29,10 +27,10 @@ from pentamesh.run.data.samples import Prepared, open_prepared
 from pentamesh.run.evaluate import held_out
 from pentamesh.run.folder import RunFolder, write_json
 from pentamesh.run.initial import initial
-from pentamesh.run.ledger import Recorder, differences
+from pentamesh.run.measurements import Measurements
 from pentamesh.run.optim import adamw, learning_rate, set_learning_rate
 from pentamesh.run.options import Options
-from pentamesh.run.peak import measured_peak, rss_peak_bytes, standing_bytes
+from pentamesh.run.peak import count_allocations, rss_peak_bytes
 from pentamesh.run.place import Filler, parameters_of, place
 from pentamesh.run.progress import Progress
 from pentamesh.run.source import model_folder, tokenizer_of
@@ -42,23 +40,10 @@ from pentamesh.run.step import StepResult, Trainee, take_step
 from pentamesh.run.world import World
 from pentamesh.units import format_path
 
-__all__ = ["MAX_UNUSABLE_STEPS", "run"]
+__all__ = ["MAX_UNUSABLE_STEPS", "Ending", "run"]
 
 # A loss that is not finite may be one bad batch; this many in a row are a broken run.
 MAX_UNUSABLE_STEPS = 10
-
-
-@dataclass
-class Measurements:
-    """What is gathered for the receipt."""
-
-    step_s: list[float] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
-    ledger: list[LedgerRow] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    unusable_in_a_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,31 +60,37 @@ class Run:
     progress: Progress
 
 
-def run(plan: Plan, folder: RunFolder, world: World, options: Options) -> str:
-    """Train as planned and return `done` or `stopped`. Collective: every rank calls it.
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: `done` or `stopped`, and every collective of any rank that was not as planned."""
+
+    outcome: str
+    drift: tuple[Problem, ...] = ()
+
+
+def run(plan: Plan, folder: RunFolder, world: World, options: Options) -> Ending:
+    """Train as planned. Collective: every rank calls it.
 
     Raises PentameshError for what can be said clearly; the same on every rank where the cause is shared.
     """
+    count_allocations()
     torch.manual_seed(plan.job.training.seed + world.rank)
     made = _set_up(plan, folder, world)
     counters = _start(made, options)
-    measured = Measurements()
+    measured = Measurements(plan, made.trainee, from_step=counters.step + 1)
     last = min(made.num_steps, options.stop_at or made.num_steps)
     if counters.step > last:
         where = "training" if last == made.num_steps else "--stop-at"
         raise InputError(f"the checkpoint is of step {counters.step}, and the run ends at step {last}", where=where, hint="let the run end later")
-    while counters.step < last:
-        counters = _one_step(made, counters, measured)
-        if counters.step == last or _due(counters.step, plan.job.checkpoint.every):
-            store(folder.checkpoints, made.trainee, counters, plan, made.prepared.train_digest)
-    _finish(made, measured, counters)
-    return "done" if counters.step == made.num_steps else "stopped"
+    counters = _train(made, counters, last, measured)
+    return Ending("done" if counters.step == made.num_steps else "stopped", _finish(made, measured, counters))
 
 
 def _set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
     job = plan.job
     source = _source(plan, world)
     model = read_model(str(source))
+    check_model(plan.model, model_facts(model), str(source), "plan it again, or put the model back as it was")
     prepared = _prepare(plan, model, source, folder)
     num_steps, in_run = _length(plan, len(prepared.train))
     trainee = _trainee(plan, model, source, world)
@@ -124,8 +115,8 @@ def _room(trainee: Trainee, plan: Plan, folder: RunFolder) -> int:
 
 
 def _source(plan: Plan, world: World) -> Path:
-    first("finding the model", lambda: model_folder(plan.job.model, Path()))  # a download happens once
-    return model_folder(plan.job.model, Path())
+    first("finding the model", lambda: model_folder(plan.job.model))  # a download happens once
+    return model_folder(plan.job.model)
 
 
 def _prepare(plan: Plan, model: ModelSpec, source: Path, folder: RunFolder) -> Prepared:
@@ -183,20 +174,42 @@ def _start(made: Run, options: Options) -> Counters:
     return Counters()
 
 
-def _one_step(made: Run, counters: Counters, measured: Measurements) -> Counters:
-    job, index = made.plan.job, len(measured.step_s)
+def _train(made: Run, counters: Counters, last: int, measured: Measurements) -> Counters:
+    """Go on to step `last`, and save what is due.
+
+    Older checkpoints go when a step after the newest has had a finite loss and gradient, and a step that had not saves nothing before the
+    last: weights that nothing can be learned from any more never push out those that were good.
+    """
+    keep, every = made.plan.job.checkpoint.keep, made.plan.job.checkpoint.every
+    num_unusable, saved, usable = 0, None, True
+    while counters.step < last:
+        counters, result = _one_step(made, counters, measured)
+        usable = result.is_usable
+        num_unusable = 0 if usable else num_unusable + 1
+        if num_unusable == MAX_UNUSABLE_STEPS:
+            raise _unusable(made, result)
+        if saved is not None and usable:
+            prune(made.folder.checkpoints, keep, good=saved)
+            saved = None
+        if counters.step == last or (usable and _due(counters.step, every)):
+            saved = store(made.folder.checkpoints, made.trainee, counters, made.plan, made.prepared.train_digest)
+    if saved is not None and usable:
+        prune(made.folder.checkpoints, keep, good=saved)
+    return counters
+
+
+def _one_step(made: Run, counters: Counters, measured: Measurements) -> tuple[Counters, StepResult]:
+    job = made.plan.job
     lr = learning_rate(job.optimizer, counters.step, made.num_steps)
     set_learning_rate(made.trainee.optimizer, lr)
     started = time.perf_counter()
     micros = [micro.to(made.world.device, non_blocking=True) for micro in made.batches.step(counters.consumed)]
-    if index == 1:
-        measured.lengths = [micro.input_ids.shape[1] for micro in micros]
-    with _instruments(made, measured, index):
-        result = take_step(made.trainee, micros, job.optimizer.max_grad_norm)
-    elapsed = time.perf_counter() - started
+    with measured.instruments(micros) as watch:
+        result = take_step(made.trainee, micros, job.optimizer.max_grad_norm, watch)
+    elapsed_s = time.perf_counter() - started
     after = counters.after(result, job.batch.global_batch)
-    _note(made, measured, result, elapsed)
-    row = _row(made, after, result, lr, elapsed, measured.peak_bytes)
+    measured.add(result, elapsed_s)
+    row = _row(made, after, result, lr, measured)
     if after.step == made.num_steps or _due(after.step, job.training.evaluate_every):
         _evaluate(made, after, row)
     if made.world.is_first:
@@ -204,42 +217,21 @@ def _one_step(made: Run, counters: Counters, measured: Measurements) -> Counters
         made.progress.step(row)
         if result.skipped:
             made.progress.say(f"step {after.step} updated nothing: {result.skipped}")
-    return after
+    return after, result
 
 
-@contextmanager
-def _instruments(made: Run, measured: Measurements, index: int) -> Iterator[None]:
-    """Measure the peak in the first two steps of this start and record the ledger of the second: the first one sets things up."""
-    with ExitStack() as stack:
-        peak = recorder = None
-        if index < 2 or made.world.device.type == "cuda":
-            standing = [*state_tensors(made.trainee).values(), *(p.grad for p in made.trainee.parameters.values() if p.grad is not None)]
-            peak = stack.enter_context(measured_peak(made.world.device, standing))
-        if index == 1:
-            recorder = stack.enter_context(Recorder(made.world))
-        yield
-    if peak is not None:
-        measured.peak_bytes = max(measured.peak_bytes, peak.peak_bytes)
-    if recorder is not None:
-        measured.ledger = recorder.rows()
+def _unusable(made: Run, last: StepResult) -> RunFailed:
+    return RunFailed(
+        f"{MAX_UNUSABLE_STEPS} steps in a row had a loss or gradient that is not finite (the last: {last.skipped})",
+        where=str(made.folder.metrics),
+        hint="lower optimizer.lr, add optimizer.warmup_steps, or look at the rows of these steps",
+    )
 
 
-def _note(made: Run, measured: Measurements, result: StepResult, elapsed: float) -> None:
-    measured.step_s.append(elapsed)
-    measured.num_tokens.append(result.num_tokens)
-    measured.losses.append(result.loss)
-    measured.unusable_in_a_row = measured.unusable_in_a_row + 1 if result.skipped and result.num_trained_tokens else 0
-    if measured.unusable_in_a_row == MAX_UNUSABLE_STEPS:
-        raise RunFailed(
-            f"{MAX_UNUSABLE_STEPS} steps in a row had a loss or gradient that is not finite (the last: {result.skipped})",
-            where=str(made.folder.metrics),
-            hint="lower optimizer.lr, add optimizer.warmup_steps, or look at the rows of these steps",
-        )
-
-
-def _row(made: Run, counters: Counters, result: StepResult, lr: float, elapsed: float, peak_bytes: int) -> dict[str, Any]:
+def _row(made: Run, counters: Counters, result: StepResult, lr: float, measured: Measurements) -> dict[str, Any]:
     """One line of metrics.jsonl. Tokens are those of this step; `trained_tokens` and `total_tokens` count the run's."""
-    tokens_per_s = result.num_tokens / elapsed
+    step_s = measured.step_s[-1]
+    tokens_per_s = result.num_tokens / step_s
     planned = made.plan.mfu / made.plan.tokens_per_s if made.plan.tokens_per_s else 0.0
     return {
         "step": counters.step,
@@ -251,9 +243,9 @@ def _row(made: Run, counters: Counters, result: StepResult, lr: float, elapsed: 
         "total_tokens": counters.total_tokens,
         "consumed_samples": counters.consumed,
         "tokens_per_s": tokens_per_s,
-        "step_s": elapsed,
+        "step_s": step_s,
         "mfu": tokens_per_s * planned,
-        "peak_bytes": peak_bytes,
+        "peak_bytes": measured.peak_bytes,
         "rss_peak_bytes": rss_peak_bytes(),
         "skipped": result.skipped or None,
     }
@@ -270,37 +262,16 @@ def _evaluate(made: Run, counters: Counters, row: dict[str, Any]) -> None:
         made.progress.say(f"held-out loss after step {counters.step}: {found.loss:.4f} over {found.num_tokens:,} trained tokens")
 
 
-def _finish(made: Run, measured: Measurements, counters: Counters) -> None:
-    """Write the receipt, and the export when the run is complete. The peak is that of the fullest rank."""
-    peak, rss = (int(n) for n in made.world.max([measured.peak_bytes, rss_peak_bytes()]))
-    if made.world.is_first and measured.step_s:
-        _write_receipt(made, measured, peak, rss)
+def _finish(made: Run, measured: Measurements, counters: Counters) -> tuple[Problem, ...]:
+    """Write the receipt, and the export when the run is complete. Returns the collectives, of any rank, that were not as planned."""
+    facts = measured.facts()
+    if made.world.is_first and facts is not None:
+        write_json(made.folder.receipt, receipt(made.plan, facts))
     if counters.step == made.num_steps and made.plan.job.checkpoint.export:
         target = first("exporting", lambda: export_run(made.folder.path))
         if made.world.is_first:
             made.progress.say(f"exported to {format_path(target)}")
-
-
-def _write_receipt(made: Run, measured: Measurements, peak: int, rss: int) -> None:
-    plan = made.plan
-    lengths = measured.lengths or plan.job.batch.seq_len
-    predicted = ledger(rhythm(made.trainee.model, plan.layout, plan.policy, plan.precision, lengths))
-    states = [t for name, t in state_tensors(made.trainee).items() if not name.startswith("rng")]
-    facts = Measured(
-        step_s=tuple(measured.step_s),
-        num_tokens=tuple(measured.num_tokens),
-        peak_bytes=peak,
-        rss_peak_bytes=rss,
-        # Gradients stand where weights do, in the same shape and dtype, when a step needs them.
-        states_bytes=standing_bytes(states) + standing_bytes(made.trainee.parameters.values()),
-        ledger=tuple(measured.ledger),
-        predicted_ledger=tuple(predicted),
-        first_loss=measured.losses[0],
-        last_loss=measured.losses[-1],
-    )
-    write_json(made.folder.receipt, receipt(plan, facts))
-    if measured.ledger and (found := differences(predicted, measured.ledger)):
-        made.progress.say("the collectives of step 2 are not the predicted ones:\n  " + "\n  ".join(found))
+    return tuple(problem for found in together("comparing collectives", measured.drift) for problem in found)
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -72,7 +72,7 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     if layout.mesh.tp > 1:
         cut(built, model, layout, world)
     if policy.recompute == "full":
-        built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        built.activation_checkpointing_enable({"use_reentrant": False})
     sharded = Role.STATE in SHARDED_KINDS[layout.shard]
     if sharded:
         _fully_shard(built, model, policy, precision, world)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from pentamesh.plan.plan import Plan
 from pentamesh.units import format_bytes, format_count, format_seconds
@@ -21,7 +21,7 @@ class Progress:
     every: int = 1
     stream: TextIO = sys.stderr
 
-    def step(self, row: dict[str, float]) -> None:
+    def step(self, row: dict[str, Any]) -> None:
         """Show one step; `row` is a line of metrics.jsonl."""
         done = int(row["step"])
         if done % self.every and done != self.num_steps:
@@ -36,7 +36,7 @@ class Progress:
         start = "\r\x1b[2K" if self.stream.isatty() else ""
         print(start + text, file=self.stream, flush=True)
 
-    def _line(self, row: dict[str, float]) -> str:
+    def _line(self, row: dict[str, Any]) -> str:
         left = self.num_steps - row["step"]
         predicted = self.plan.time.step_s.expected
         parts = [
@@ -47,7 +47,7 @@ class Progress:
             f"{format_count(row['tokens_per_s'])} tok/s",
             f"{row['step_s']:.2f} s ({row['step_s'] / predicted:.2f}x planned)" if predicted else f"{row['step_s']:.2f} s",
             f"MFU {row['mfu']:.1%}",
-            f"peak {format_bytes(row['peak_bytes'])}",
+            *([f"peak {format_bytes(row['peak_bytes'])}"] if row["peak_bytes"] is not None else []),
             f"ETA {format_seconds(left * row['step_s'])}" if left else "done",
         ]
         return "  ".join(parts)

@@ -9,7 +9,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pentamesh.errors import InputError
 from pentamesh.job.job import Model
-from pentamesh.model.read import HUB_ID
 
 __all__ = ["model_folder", "tokenizer_of"]
 
@@ -18,15 +17,16 @@ REASON_SHOWN = 160
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 
 
-def model_folder(model: Model, base: Path) -> Path:
-    """The folder with the model's config, weights and tokenizer; a hub id is downloaded if it is not in the cache. Raises InputError."""
-    for candidate in (base / model.name, Path(model.name)):
-        if (candidate / "config.json").is_file():
-            return candidate.resolve()
-        if candidate.exists():
-            raise InputError(f"{candidate} has no config.json", where="model.name", hint="give a Hugging Face model folder")
-    if model.name.startswith(("/", ".", "~")) or not HUB_ID.fullmatch(model.name):
-        raise InputError(f"there is no model folder {model.name}", where="model.name", hint="give the folder that holds config.json")
+def model_folder(model: Model) -> Path:
+    """The folder with the config, weights and tokenizer of a model whose name is `resolved`: a path, or a hub id that is downloaded if it is not in
+    the cache. Raises InputError."""
+    path = Path(model.name)
+    if path.is_absolute():
+        folder = path.parent if path.name == "config.json" else path
+        if not (folder / "config.json").is_file():
+            what = f"{path} has no config.json" if folder.is_dir() else f"there is no model folder {path}"
+            raise InputError(what, where="model.name", hint="give a Hugging Face model folder")
+        return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

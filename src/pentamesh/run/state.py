@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from pentamesh.checkpoint.keep import prune
 from pentamesh.checkpoint.load import load
 from pentamesh.checkpoint.save import save
 from pentamesh.errors import InputError
@@ -58,21 +57,16 @@ def tensors(trainee: Trainee) -> dict[str, torch.Tensor]:
 
 
 def store(folder: Path, trainee: Trainee, counters: Counters, plan: Plan, data: str) -> Path:
-    """Save a checkpoint and drop those beyond `checkpoint.keep`; `data` is the digest of the training samples. Collective."""
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in trainee.optimizer.param_groups]
+    """Save a checkpoint and return its path; `data` is the digest of the training samples. Collective."""
     facts: dict[str, Any] = {
         "counters": asdict(counters),
         "data": {"seed": plan.job.training.seed, "consumed": counters.consumed, "digest": data},
-        "param_groups": groups,
-        "schedule": {"name": plan.job.optimizer.schedule},
         "precision": plan.precision.name,
         "layout": plan.to_json()["layout"],
         "plan": plan.fingerprint,
         "world_size": trainee.world.num_ranks,
     }
-    path = save(folder, counters.step, tensors(trainee), facts)
-    prune(folder, plan.job.checkpoint.keep, good=path)
-    return path
+    return save(folder, counters.step, tensors(trainee), facts)
 
 
 def restore(path: Path, trainee: Trainee, plan: Plan, data: str) -> Counters:

@@ -51,6 +51,11 @@ class StepResult:
     num_tokens: int
     skipped: str = ""
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether loss and gradient are finite; those of a batch without trained tokens are, though it updates nothing."""
+        return not self.skipped or not self.num_trained_tokens
+
 
 def take_step(trainee: Trainee, micros: Sequence[Micro], max_grad_norm: float | None, watch: Callable[[Trainee], None] | None = None) -> StepResult:
     """One step over this rank's micro-batches; `watch` sees the whole gradient before it is clipped.

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 # torch's profiler, which measures the peak on CPU, announces itself on stderr otherwise; so does its allocator about blocks older than it.
@@ -23,10 +24,10 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 
 from pentamesh.checkpoint.together import first
-from pentamesh.errors import InputError, PentameshError, RunFailed
+from pentamesh.errors import Drift, InputError, PentameshError, RunFailed
 from pentamesh.plan.plan import Plan
 from pentamesh.run.folder import RunFolder
-from pentamesh.run.loop import run
+from pentamesh.run.loop import Ending, run
 from pentamesh.run.options import Options
 from pentamesh.run.world import connect, environment, join, leave
 
@@ -48,15 +49,25 @@ def work(prepare: Callable[[], RunFolder], options: Options) -> int:
         plan = Plan.read(folder.plan)
         # A plan for the CPU runs there, whatever else the machine has.
         world = join(plan.layout, _device_kind(plan))
-        outcome = run(plan, folder, world, options)
+        ending = run(plan, folder, world, options)
         world.barrier()
-        if world.is_first:
-            folder.record_outcome(outcome, 0, plan=plan.fingerprint)
+        first("recording the outcome", lambda: _record(folder, plan, ending))
         leave()
     except Exception as error:
         _report(folder, rank, error)
         return error.exit_code if isinstance(error, PentameshError) else 5
-    return 0
+    return Drift.exit_code if ending.drift else 0
+
+
+def _record(folder: RunFolder, plan: Plan, ending: Ending) -> None:
+    """Write how the run ended: collectives that were not as planned are told once all else is written."""
+    if not ending.drift:
+        folder.record_outcome(ending.outcome, 0, plan=plan.fingerprint)
+        return
+    problems = [asdict(problem) for problem in ending.drift]
+    folder.record_outcome("drift", Drift.exit_code, kind="collectives", trained=ending.outcome, plan=plan.fingerprint, problems=problems)
+    if LAUNCHED not in os.environ:
+        print(Drift(*ending.drift), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _device_kind(plan: Plan) -> str:
