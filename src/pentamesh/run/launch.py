@@ -19,7 +19,7 @@ from pentamesh.checkpoint.keep import published
 from pentamesh.errors import DoesNotFit, Drift, InputError, PentameshError, Problem, RunFailed
 from pentamesh.job.hardware import Hardware, read_hardware
 from pentamesh.job.job import Job
-from pentamesh.job.read import check_trainable, read_job, resolve
+from pentamesh.job.read import check_trainable, is_hub_data, read_job, resolve
 from pentamesh.model.families import generic
 from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
@@ -81,13 +81,12 @@ def located(job: Job, target: Path) -> Job:
 
     folder = job.logging.folder or f"runs/{target.stem}"
     is_folder = resolve(job.model.name, target.parent).exists()
-    held_out = job.data.held_out
+    data = {"train": job.data.train, "held_out": job.data.held_out}
+    found = {key: absolute(name) if isinstance(name, str) and not is_hub_data(name, target.parent) else name for key, name in data.items()}
     return job.model_copy(
         update={
             "model": job.model.model_copy(update={"name": absolute(job.model.name) if is_folder else job.model.name}),
-            "data": job.data.model_copy(
-                update={"train": absolute(job.data.train), "held_out": absolute(held_out) if isinstance(held_out, str) else held_out}
-            ),
+            "data": job.data.model_copy(update=found),
             "logging": job.logging.model_copy(update={"folder": absolute(folder)}),
         }
     )
