@@ -147,6 +147,7 @@ class Checkpoint(Section):
 class Logging(Section):
     folder: Text | None = Field(default=None, description="Run folder, relative to the job file; `runs/<job name>` when not given.")
     every: Count = Field(default=1, ge=1, description="Steps between lines of progress (metrics.jsonl has every step).")
+    tensorboard: bool = Field(default=False, description="Also write the numbers of metrics.jsonl as TensorBoard event files.")
 
 
 class Job(Section):

@@ -9,6 +9,7 @@ checkpoints/    step-00000050/ ...
 receipt.json    predicted, measured and their ratio
 outcome.json    how it ended, and the exit code
 run.lock        locked by the process that writes here
+tensorboard/    metrics.jsonl as event files, where asked for
 export/         the model as a Hugging Face folder
 """
 
@@ -70,6 +71,10 @@ class RunFolder:
     @property
     def export(self) -> Path:
         return self.path / "export"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
 
     @property
     def held_out(self) -> Path:

@@ -25,6 +25,7 @@ from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as make_plan
+from pentamesh.run.board import check_board
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.options import Options
 from pentamesh.run.worker import LAUNCHED, work
@@ -52,11 +53,13 @@ def planned(target: Path, overrides: Sequence[str]) -> Plan:
             raise InputError("a plan takes no overrides: it is run as it stands", where=str(target), hint="give the job file, then --set works")
         plan = Plan.read(target, as_made=True)
         check_trainable(plan.job, str(target), target.parent)
+        check_board(plan.job.logging, str(target))
         _check_runnable(plan, str(target))
         _model(plan.job, target)
         return replace(plan, job=located(plan.job, target))
     job, recorded = read_job(target, overrides)
     check_trainable(job, str(target), target.parent)
+    check_board(job.logging, str(target))
     return make_plan(located(job, target), _model(job, target), _hardware(job), data_only=True, overrides=recorded)
 
 

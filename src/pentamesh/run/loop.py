@@ -23,6 +23,7 @@ from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.receipt import Measured, receipt
 from pentamesh.run.after import export_run
+from pentamesh.run.board import Board
 from pentamesh.run.data.batches import Batches
 from pentamesh.run.data.prepare import prepare
 from pentamesh.run.data.samples import Prepared, open_prepared
@@ -72,6 +73,7 @@ class Run:
     batches: Batches
     num_steps: int
     progress: Progress
+    board: Board
 
 
 def run(plan: Plan, folder: RunFolder, world: World, options: Options) -> str:
@@ -91,6 +93,7 @@ def run(plan: Plan, folder: RunFolder, world: World, options: Options) -> str:
         counters = _one_step(made, counters, measured)
         if counters.step == last or _due(counters.step, plan.job.checkpoint.every):
             store(folder.checkpoints, made.trainee, counters, plan, made.prepared.train_digest)
+    made.board.close()
     _finish(made, measured, counters)
     return "done" if counters.step == made.num_steps else "stopped"
 
@@ -112,7 +115,8 @@ def _set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
         world.data_degree,
         num_samples_in_run=in_run,
     )
-    return Run(plan, folder, world, trainee, prepared, batches, num_steps, Progress(plan, num_steps, job.logging.every))
+    board = Board(folder.tensorboard if job.logging.tensorboard and world.is_first else None)
+    return Run(plan, folder, world, trainee, prepared, batches, num_steps, Progress(plan, num_steps, job.logging.every), board)
 
 
 def _room(trainee: Trainee, plan: Plan, folder: RunFolder) -> int:
@@ -169,10 +173,12 @@ def _start(made: Run, options: Options) -> Counters:
     found = agreed(made.folder.checkpoints, say=made.progress.say) if options.resume else None
     if found is not None:
         counters = restore(found, made.trainee, made.plan, made.prepared.train_digest)
+        made.board.start(counters.step)
         if made.world.is_first:
             made.folder.rewind(counters.step)
             made.progress.say(f"resumed from {found.name}: step {counters.step}, {counters.consumed} samples consumed")
         return counters
+    made.board.start(-1)
     if made.world.is_first:
         made.folder.rewind(-1)
         if options.resume:
@@ -197,6 +203,7 @@ def _one_step(made: Run, counters: Counters, measured: Measurements) -> Counters
         _evaluate(made, after, row)
     if made.world.is_first:
         made.folder.append_metrics(row)
+        made.board.add(row)
         made.progress.step(row)
         if result.skipped:
             made.progress.say(f"step {after.step} updated nothing: {result.skipped}")
@@ -263,6 +270,8 @@ def _evaluate(made: Run, counters: Counters, row: dict[str, Any]) -> None:
     row["held_out_loss"] = found.loss
     if made.world.is_first:
         made.folder.append_held_out({"step": counters.step, "held_out_loss": found.loss, "num_tokens": found.num_tokens})
+        if not counters.step:  # no row of metrics has it
+            made.board.add({"step": 0, "held_out_loss": found.loss})
         made.progress.say(f"held-out loss after step {counters.step}: {found.loss:.4f} over {found.num_tokens:,} trained tokens")
 
 

@@ -47,7 +47,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, talk: Any) -> list[tupl
     def builder(name: str, subset: str | None) -> Any:
         asked.append((name, subset))
         if name != "org/talks":
-            raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{name}' doesn't exist on the Hub or cannot be accessed.")
+            raise FileNotFoundError(f"Dataset '{name}' doesn't exist on the Hub or cannot be accessed.")
         return load(str(folder), subset, cache_dir=str(tmp_path / "cache"))
 
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
