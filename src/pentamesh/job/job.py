@@ -52,7 +52,7 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    name: Text = Field(description="A local folder, a Hugging Face hub id, or a catalogue name (`llama-3.1-8b`).")
+    name: Text = Field(description="A local folder, a .gguf file, a Hugging Face hub id, or a catalogue name (`llama-3.1-8b`).")
     revision: Text | None = Field(default=None, description="Branch, tag or commit of a hub id.")
 
 

@@ -2,6 +2,7 @@
 
 job.yaml        the job as it was asked, overrides included
 plan.json       the promise
+base/           the model that a GGUF file was unpacked to
 data/           prepared samples
 metrics.jsonl   one line a step
 held_out.jsonl  one line an evaluation, the one before the first step included
@@ -47,6 +48,10 @@ class RunFolder:
     @property
     def plan(self) -> Path:
         return self.path / "plan.json"
+
+    @property
+    def base(self) -> Path:
+        return self.path / "base"
 
     @property
     def data(self) -> Path:

@@ -100,7 +100,7 @@ def run(plan: Plan, folder: RunFolder, world: World, options: Options) -> str:
 
 def _set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
     job = plan.job
-    source = _source(plan, world)
+    source = _source(plan, folder)
     model = read_model(str(source))
     prepared = _prepare(plan, model, source, folder)
     num_steps, in_run = _length(plan, len(prepared.train))
@@ -125,9 +125,9 @@ def _room(trainee: Trainee, plan: Plan, folder: RunFolder) -> int:
     return each * max(1, plan.job.checkpoint.keep + 1 - len(published(folder.checkpoints)))
 
 
-def _source(plan: Plan, world: World) -> Path:
-    first("finding the model", lambda: model_folder(plan.job.model, Path()))  # a download happens once
-    return model_folder(plan.job.model, Path())
+def _source(plan: Plan, folder: RunFolder) -> Path:
+    first("finding the model", lambda: model_folder(plan.job.model, Path(), folder.base))  # downloaded or unpacked once
+    return model_folder(plan.job.model, Path(), folder.base)
 
 
 def _prepare(plan: Plan, model: ModelSpec, source: Path, folder: RunFolder) -> Prepared:

@@ -1,4 +1,4 @@
-"""Where a model's files are: a local folder, or a hub id's files brought into the local cache once a node."""
+"""Where a model's files are: a local folder or GGUF file, or a hub id's files brought into the local cache once a node."""
 
 from __future__ import annotations
 
@@ -9,18 +9,28 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pentamesh.errors import InputError
 from pentamesh.job.job import Model
+from pentamesh.model.gguf import gguf_file
 from pentamesh.model.read import HUB_ID
+from pentamesh.run.unpack import gguf_tokenizer, unpacked
 
-__all__ = ["model_folder", "tokenizer_of"]
+__all__ = ["model_folder", "model_source", "tokenizer_of"]
 
 REASON_SHOWN = 160
 # Weights as safetensors, and what describes them: never pickles, never code.
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 
 
-def model_folder(model: Model, base: Path) -> Path:
-    """The folder with the model's config, weights and tokenizer; a hub id is downloaded if it is not in the cache. Raises InputError."""
+def model_folder(model: Model, base: Path, unpack_to: Path) -> Path:
+    """The folder with the model's config, weights and tokenizer: that of a GGUF file is made at `unpack_to`, once. Raises InputError."""
+    found = model_source(model, base)
+    return found if found.is_dir() else unpacked(found, unpack_to)
+
+
+def model_source(model: Model, base: Path) -> Path:
+    """The folder or GGUF file with the model; a hub id is downloaded if it is not in the cache. Raises InputError."""
     for candidate in (base / model.name, Path(model.name)):
+        if gguf := gguf_file(candidate):
+            return gguf.resolve()
         if (candidate / "config.json").is_file():
             return candidate.resolve()
         if candidate.exists():
@@ -41,13 +51,15 @@ def model_folder(model: Model, base: Path) -> Path:
         ) from error
 
 
-def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer, without any code of the folder's own. Raises InputError."""
+def tokenizer_of(source: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or GGUF file, without any code of its own. Raises InputError."""
+    if not source.is_dir():
+        return gguf_tokenizer(source)
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
         raise InputError(
-            f"no tokenizer can be read from {folder}: {_reason(error)}",
+            f"no tokenizer can be read from {source}: {_reason(error)}",
             where="model.name",
             hint="the folder needs tokenizer.json and tokenizer_config.json beside config.json",
         ) from error
