@@ -152,8 +152,14 @@ def with_factors(path: Path, folder: Path, factors: list[float]) -> Path:
 
 
 def test_llama3_scaling_is_found_in_its_factors_and_nothing_else_is_believed(llama: Path, tmp_path: Path) -> None:
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, "max_position_embeddings": 131_072}
+    scaling: dict[str, Any] = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, "max_position_embeddings": 131_072}
     config = LlamaConfig(**sizes, rope_parameters=scaling | {"rope_theta": 500_000.0})
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = 1.0 / 500_000.0 ** (torch.arange(0, 8, 2, dtype=torch.float32) / 8)

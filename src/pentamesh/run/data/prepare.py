@@ -84,13 +84,17 @@ def prepare(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Pa
     encode = encoder(tokenizer, asked.form)
     held, num_repeated = survey(asked, job.training.seed)
     partial = _empty(_partial(folder))
-    splits = _write(job, asked, encode, held, partial, progress)
-    pad_id = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
-    report = {"schema": SCHEMA, "version": VERSION, "fingerprint": fingerprint, "form": asked.form, "seq_len": job.batch.seq_len}
-    report |= {"too_long": job.data.too_long, "pad_id": pad_id, "repeated_rows": num_repeated, "splits": splits}
-    (partial / MANIFEST).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
+    try:
+        splits = _write(job, asked, encode, held, partial, progress)
+        pad_id = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
+        report = {"schema": SCHEMA, "version": VERSION, "fingerprint": fingerprint, "form": asked.form, "seq_len": job.batch.seq_len}
+        report |= {"too_long": job.data.too_long, "pad_id": pad_id, "repeated_rows": num_repeated, "splits": splits}
+        (partial / MANIFEST).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     return open_prepared(folder)
 
 
