@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,11 @@ def hub_split(name: str, subset: str | None, split: str, key: str) -> HubSplit:
     Raises InputError where it cannot be reached, has no such subset or split, or is no table of rows.
     """
     import datasets
+    import huggingface_hub
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of a failure, its exception says too
+    for library in (datasets, huggingface_hub):  # what they say of a failure, the exception says too
+        library.logging.set_verbosity(logging.CRITICAL)
     try:
         builder = datasets.load_dataset_builder(name, subset)
         _check_safe(name, type(builder).__module__.split(".")[-2], key)
