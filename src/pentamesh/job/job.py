@@ -65,8 +65,8 @@ class Data(Section):
         default=None, description="Held-out rows: a file, glob or hub data set like `train`, or the share of training rows to hold out (0.05)."
     )
     subset: Text | None = Field(default=None, description="Subset (configuration) of a hub data set.")
-    split: Text = Field(default="train", description="Split of the hub data set in `train`.")
-    held_out_split: Text = Field(default="test", description="Split of the hub data set in `held_out`.")
+    split: Text | None = Field(default=None, description="Split of the hub data set in `train`; `train` when not given.")
+    held_out_split: Text | None = Field(default=None, description="Split of the hub data set in `held_out`; `test` when not given.")
     form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = Field(
         default="auto", description="Form of the rows, each shown in the guide on data; `auto` finds it from the first row."
     )

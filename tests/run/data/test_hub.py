@@ -114,3 +114,18 @@ def test_a_local_path_always_wins(tmp_path: Path, name: str, of_hub: bool) -> No
     else:
         with pytest.raises(InputError, match="no file"):
             check_trainable(job(train=name), "job.yaml", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"train": "rows.jsonl", "split": "train"}, r"split = train and data.train = rows.jsonl, which is no hub data set\n  where  data.split"),
+        ({"train": "rows.jsonl", "subset": "plain"}, r"subset = plain and data.train = rows.jsonl, which is no hub"),
+        ({"train": "org/talks", "held_out": 0.2, "held_out_split": "test"}, r"held_out_split = test and data.held_out = 0.2, which is no hub"),
+        ({"train": "org/talks", "held_out": "rows.jsonl", "held_out_split": "test"}, r"held_out_split = test and data.held_out = rows.jsonl"),
+    ],
+)
+def test_a_split_of_files_is_refused(hub: Any, chatml: Any, write_rows: Any, talk: Any, tmp_path: Path, data: Any, expected: str) -> None:
+    write_rows([{"messages": talk("hello", "fine")}], "rows.jsonl")
+    with pytest.raises(InputError, match=expected):
+        prepare(job(**data), chatml, tmp_path, tmp_path / "prepared")

@@ -22,11 +22,22 @@ SAFE_BUILDERS = ("arrow", "csv", "json", "parquet", "text")
 REASON_SHOWN = 160
 
 
-def find_places(pattern: str, base: Path, key: str, data: Data) -> tuple[Place, ...]:
-    """The files that `pattern` names, or the split of the data set that it names on the hub where there is no such file. Raises InputError."""
-    if is_hub_data(pattern, base):
-        return (hub_split(pattern, data.subset, data.split if key == "data.train" else data.held_out_split, key),)
-    return find_files(pattern, base, key)
+def find_places(data: Data, key: str, base: Path) -> tuple[Place, ...]:
+    """The files that `data.train` or `data.held_out` names, or the split of the hub data set that it names where there is no such file.
+
+    Raises InputError where there are none, or a split is given of files.
+    """
+    name = {"train": data.train, "held_out": data.held_out}[key]
+    split_key, usual = {"train": ("split", "train"), "held_out": ("held_out_split", "test")}[key]
+    split = getattr(data, split_key)
+    if isinstance(name, str) and is_hub_data(name, base):
+        return (hub_split(name, data.subset, split or usual, f"data.{key}"),)
+    if split or (key == "train" and data.subset and not (isinstance(data.held_out, str) and is_hub_data(data.held_out, base))):
+        given = split_key if split else "subset"
+        raise InputError(
+            f"{given} = {getattr(data, given)} and data.{key} = {name}, which is no hub data set", where=f"data.{given}", hint="leave it out"
+        )
+    return find_files(name, base, f"data.{key}") if isinstance(name, str) else ()
 
 
 def find_files(pattern: str, base: Path, key: str) -> tuple[Path, ...]:
@@ -99,5 +110,5 @@ def _unreachable(name: str, subset: str | None, split: str, key: str, error: Exc
     return InputError(
         f"{asked} is neither a file here nor data that the hub gives{offline}: {said[:REASON_SHOWN]}",
         where=key,
-        hint="check the name, data.subset and data.split; for data of your own give a file",
+        hint="check the name, data.subset and the split; for data of your own give a file",
     )

@@ -50,10 +50,9 @@ def source(job: Job, base: Path) -> Source:
     """The places that `job.data` names and the form of their rows. Raises InputError with every name that leads nowhere."""
     data, problems = job.data, []
     found: dict[str, tuple[Place, ...]] = {"train": (), "held_out": ()}
-    for key, pattern in (("train", data.train), ("held_out", data.held_out)):
+    for key in found:
         try:
-            if isinstance(pattern, str):
-                found[key] = find_places(pattern, base, f"data.{key}", data)
+            found[key] = find_places(data, key, base)
         except InputError as error:
             problems += error.problems
     if data.train is None:
