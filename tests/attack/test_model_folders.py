@@ -18,7 +18,7 @@ from pentamesh.model.read import resolved
 from pentamesh.run.data.chat import encode_chat
 from pentamesh.run.evaluate import evaluate
 from pentamesh.run.launch import located
-from pentamesh.run.source import model_folder, tokenizer_of
+from pentamesh.run.source import model_source, tokenizer_of
 from tests.run import toy
 
 TALK = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sees a dog"}]
@@ -112,10 +112,10 @@ def test_a_template_that_cannot_be_used(folder: Path, template: str, said: str) 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./absent", "a/b/c", "../absent", "~nobody/x"])
 def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match="there is no model folder"):
-        model_folder(Model(name=resolved(name, tmp_path)))
+        model_source(Model(name=resolved(name, tmp_path)))
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"empty has no config\.json"):
-        model_folder(Model(name=resolved("empty", tmp_path)))
+        model_source(Model(name=resolved("empty", tmp_path)))

@@ -13,7 +13,7 @@ from pentamesh.job.read import read_job_text
 from pentamesh.model.read import read_model
 from pentamesh.plan.search import plan
 from pentamesh.run.launch import located, planned
-from pentamesh.run.source import model_folder
+from pentamesh.run.source import model_source
 from tests.run import toy
 
 
@@ -47,7 +47,7 @@ def test_training_looks_for_the_model_that_was_planned(tmp_path: Path, monkeypat
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path))
     job = located(read_job_text(f"model: {name}\n")[0], tmp_path / "job.yaml")
-    assert model_folder(job.model) == tmp_path
+    assert model_source(job.model) == tmp_path
     assert asked == [published]
 
 
@@ -56,7 +56,7 @@ def test_a_model_may_lie_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder = toy.model_folder(tmp_path / "model")
     for name in ("~/model", "~/model/config.json"):
         job = toy.job(tmp_path / "jobs", model=name, data__train=str(toy.rows(tmp_path / "rows.jsonl", 40)))
-        assert model_folder(planned(job, []).job.model) == folder
+        assert model_source(planned(job, []).job.model) == folder
 
 
 def test_a_plan_is_the_same_by_every_name_of_its_model(tmp_path: Path) -> None:

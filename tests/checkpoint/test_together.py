@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +19,7 @@ TIMEOUT_S = 2
 
 def patient(work_s: float) -> tuple[str, float]:
     """What came of work that takes `work_s` in a group whose collectives may take two seconds, and how long it took to come."""
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    group: Any = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
 
     def work() -> str:
         time.sleep(work_s)

@@ -187,12 +187,12 @@ def test_a_name_that_means_nothing(name: str, said: str, hint: str, tmp_path: Pa
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     (tmp_path / "toy").mkdir()
-    (tmp_path / "toy" / "model.gguf").touch()
+    (tmp_path / "toy" / "weights.bin").touch()
     what, _, hint = refused("toy", tmp_path)[0]
     assert what == f"there is no config.json in {tmp_path / 'toy'}"
-    assert "model.gguf" in hint
+    assert "weights.bin" in hint
     (tmp_path / "weights.bin").touch()
-    assert "is neither a folder nor a config.json" in refused("weights.bin", tmp_path)[0][0]
+    assert "is neither a folder, a config.json nor a .gguf file" in refused("weights.bin", tmp_path)[0][0]
 
 
 def test_a_link_out_of_the_folder(tmp_path: Path) -> None:

@@ -41,6 +41,10 @@ OTHER_WORDS = {
     "output_dir": "logging.folder",
     "save_steps": "checkpoint.every",
     "dataset": "data.train",
+    "dataset_name": "data.train",
+    "dataset_config": "data.subset",
+    "dataset_split": "data.split",
+    "report_to": "logging.tensorboard",
     "train_file": "data.train",
     "bf16": "precision",
 }

@@ -52,15 +52,23 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    name: Text = Field(description="A local folder, a Hugging Face hub id, or a catalogue name (`llama-3.1-8b`).")
+    name: Text = Field(description="A local folder, a .gguf file, a Hugging Face hub id, or a catalogue name (`llama-3.1-8b`).")
     revision: Text | None = Field(default=None, description="Branch, tag or commit of a hub id.")
 
 
 class Data(Section):
-    train: Text | None = Field(default=None, description="File (.jsonl, .json, .txt) or glob of training rows, relative to the job file.")
-    held_out: Text | Number | None = Field(default=None, description="File of held-out rows, or the share of training rows to hold out (0.05).")
-    form: Literal["auto", "messages", "text"] = Field(
-        default="auto", description="Form of a row: `messages` (chat), `text` (plain), or found from the first row."
+    train: Text | None = Field(
+        default=None,
+        description="Training rows: a file (.jsonl, .json, .parquet, .txt) or glob, relative to the job file, or else a hub data set (`org/name`).",
+    )
+    held_out: Text | Number | None = Field(
+        default=None, description="Held-out rows: a file, glob or hub data set like `train`, or the share of training rows to hold out (0.05)."
+    )
+    subset: Text | None = Field(default=None, description="Subset (configuration) of a hub data set.")
+    split: Text | None = Field(default=None, description="Split of the hub data set in `train`; `train` when not given.")
+    held_out_split: Text | None = Field(default=None, description="Split of the hub data set in `held_out`; `test` when not given.")
+    form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = Field(
+        default="auto", description="Form of the rows, each shown in the guide on data; `auto` finds it from the first row."
     )
     too_long: Literal["error", "drop", "truncate"] = Field(default="error", description="What happens to a row longer than `batch.seq_len`.")
     max_rows: Count | None = Field(default=None, ge=1, description="Use only the first rows.")
@@ -139,6 +147,7 @@ class Checkpoint(Section):
 class Logging(Section):
     folder: Text | None = Field(default=None, description="Run folder, relative to the job file; `runs/<job name>` when not given.")
     every: Count = Field(default=1, ge=1, description="Steps between lines of progress (metrics.jsonl has every step).")
+    tensorboard: bool = Field(default=False, description="Also write the numbers of metrics.jsonl as TensorBoard event files.")
 
 
 class Job(Section):

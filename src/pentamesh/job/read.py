@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from glob import has_magic
 from pathlib import Path
@@ -15,7 +16,7 @@ from pentamesh.job.hardware import Hardware, read_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.written import KeyPath, Written, read_text, read_value, read_yaml
 
-__all__ = ["check_trainable", "job_from_flags", "read_job", "read_job_text", "resolve"]
+__all__ = ["check_trainable", "is_hub_data", "job_from_flags", "read_job", "read_job_text", "resolve"]
 
 
 def read_job(path: Path, overrides: Sequence[str] = ()) -> tuple[Job, dict[str, str]]:
@@ -61,9 +62,19 @@ def resolve(path: str, base: Path) -> Path:
     return base / os.path.expanduser(path)
 
 
+# An organisation and a name, as `datasets` takes them; what ends like a file of rows is one.
+HUB_DATA = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.ndjson)(?<!\.parquet)(?<!\.txt)")
+
+
+def is_hub_data(name: str, base: Path) -> bool:
+    """Whether `name` can only be a data set of the hub: it is spelled like one, and no such file or folder is here."""
+    target = resolve(name, base)
+    return HUB_DATA.fullmatch(name) is not None and not (target.exists() or target.is_symlink() or target.parent.exists())
+
+
 def _absent(name: str, base: Path, where: str) -> list[Problem]:
     target = resolve(name, base)
-    if target.exists() or (has_magic(name) and any(target.parent.glob(target.name))):
+    if is_hub_data(name, base) or target.exists() or (has_magic(name) and any(target.parent.glob(target.name))):
         return []
     beside = sorted(p.name for p in target.parent.iterdir()) if target.parent.is_dir() else []
     hint = f"that folder has {', '.join(beside[:8]) or 'no files'}" if target.parent.is_dir() else "that folder does not exist"

@@ -1,4 +1,4 @@
-"""From the name of a model to its spec: a folder, a config.json, a catalogue name, or a hub id - without torch, and without weights."""
+"""From the name of a model to its spec: a folder, a config.json, a GGUF file, a catalogue name, or a hub id - without torch, and without weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pentamesh.errors import InputError
 from pentamesh.model import catalogue
 from pentamesh.model.config import BUILT_AS, as_built, canonical, check, parse_config, read_config
 from pentamesh.model.families import describe, generic
+from pentamesh.model.gguf import gguf_config, gguf_file, read_gguf
 from pentamesh.model.spec import ModelSpec
 from pentamesh.model.traced import facts_of
 
@@ -38,7 +39,7 @@ def resolved(name: str, base: Path | None = None) -> str:
 def read_model(name: str, base: Path | None = None, revision: str | None = None) -> ModelSpec:
     """The spec of the model that `name` means; `notes` says what a reader should know about that.
 
-    Looked for in this order: a folder or config.json (relative to `base`), a copy in the local Hugging Face cache, the catalogue, the hub.
+    Looked for in this order: a folder, config.json or GGUF file (relative to `base`), a copy in the local Hugging Face cache, the catalogue, the hub.
     Raises InputError with everything that is wrong with its config.json.
     """
     if (local := _local(name, base)).exists():
@@ -61,14 +62,18 @@ def _local(name: str, base: Path | None) -> Path:
 
 
 def _of_path(path: Path, name: str) -> ModelSpec:
+    if gguf := gguf_file(path):
+        found = read_gguf(gguf)
+        return _spec(gguf_config(found), name, str(gguf), (f"its weights are de-quantised from {gguf.name} to {found.dtype} before training",))
     if path.is_dir():
         folder, path = path, path / "config.json"
         if not path.is_file():
-            gguf = next(folder.glob("*.gguf"), None)
-            has = f"it has {gguf.name}" if gguf else f"it has {', '.join(sorted(p.name for p in folder.iterdir())[:6]) or 'no files'}"
+            has = f"it has {', '.join(sorted(p.name for p in folder.iterdir())[:6]) or 'no files'}"
             raise InputError(f"there is no config.json in {folder}", where=str(folder), hint=f"{has}; give a Hugging Face model folder")
     elif not path.is_file() or path.suffix != ".json":
-        raise InputError(f"{path} is neither a folder nor a config.json", where="model.name", hint="give the folder that holds config.json")
+        raise InputError(
+            f"{path} is neither a folder, a config.json nor a .gguf file", where="model.name", hint="give the folder that holds config.json"
+        )
     return _spec(read_config(path, within=_root(path.parent)), name, str(path))
 
 

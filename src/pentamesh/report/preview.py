@@ -34,7 +34,7 @@ def _row(row: dict[str, Any], form: str) -> Panel:
             f"{OPEN}{_short(piece['text'])}{CLOSE}" if piece["trained"] else _short(piece["text"]), "bold green" if piece["trained"] else "dim"
         )
     counts = f"{row['num_tokens']:,} tokens, {row['num_trained']:,} trained"
-    if form == "messages":
+    if form not in ("text", "prompt_completion"):
         turns = [f"{piece['num_tokens']:,}" for piece in row["pieces"] if piece["trained"]]
         counts += f" (by turn: {', '.join(turns)})"
     return Panel(text, title=Text(row["where"]), subtitle=Text(counts), title_align="left", subtitle_align="left")

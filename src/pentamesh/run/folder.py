@@ -2,6 +2,7 @@
 
 job.yaml        the job as it was asked, overrides included
 plan.json       the promise
+base/           the model that a GGUF file was unpacked to
 data/           prepared samples
 metrics.jsonl   one line a step
 held_out.jsonl  one line an evaluation, the one before the first step included
@@ -9,6 +10,7 @@ checkpoints/    step-00000050/ ...
 receipt.json    predicted, measured and their ratio
 outcome.json    how it ended, and the exit code
 run.lock        locked by the process that writes here
+tensorboard/    metrics.jsonl as event files, where asked for
 export/         the model as a Hugging Face folder
 """
 
@@ -48,6 +50,10 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def base(self) -> Path:
+        return self.path / "base"
+
+    @property
     def data(self) -> Path:
         return self.path / "data"
 
@@ -70,6 +76,10 @@ class RunFolder:
     @property
     def export(self) -> Path:
         return self.path / "export"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
 
     @property
     def held_out(self) -> Path:

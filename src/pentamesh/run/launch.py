@@ -19,13 +19,14 @@ from pentamesh.checkpoint.keep import published
 from pentamesh.errors import DoesNotFit, Drift, InputError, PentameshError, Problem, RunFailed
 from pentamesh.job.hardware import Hardware, read_hardware
 from pentamesh.job.job import Job
-from pentamesh.job.read import check_trainable, read_job, resolve
+from pentamesh.job.read import check_trainable, is_hub_data, read_job, resolve
 from pentamesh.model.families import generic
 from pentamesh.model.read import read_model, resolved
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as make_plan
+from pentamesh.run.board import check_board
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.options import Options
 from pentamesh.run.worker import LAUNCHED, work
@@ -53,12 +54,14 @@ def planned(target: Path, overrides: Sequence[str]) -> Plan:
             raise InputError("a plan takes no overrides: it is run as it stands", where=str(target), hint="give the job file, then --set works")
         plan = Plan.read(target, as_made=True)
         check_trainable(plan.job, str(target), target.parent)
+        check_board(plan.job.logging, str(target))
         _check_runnable(plan, str(target))
         hint = "plan it again, or put the model back as it was"
         check_model(plan.model, model_facts(_model(plan.job, target)), f"{plan.job.model.name}, the model of {target}", hint)
         return replace(plan, job=located(plan.job, target))
     job, recorded = read_job(target, overrides)
     check_trainable(job, str(target), target.parent)
+    check_board(job.logging, str(target))
     return make_plan(located(job, target), _model(job, target), _hardware(job), data_only=True, overrides=recorded)
 
 
@@ -83,13 +86,12 @@ def located(job: Job, target: Path) -> Job:
         return None if path is None else str(resolve(path, target.parent).resolve())
 
     folder = job.logging.folder or f"runs/{target.stem}"
-    held_out = job.data.held_out
+    data = {"train": job.data.train, "held_out": job.data.held_out}
+    found = {key: absolute(name) if isinstance(name, str) and not is_hub_data(name, target.parent) else name for key, name in data.items()}
     return job.model_copy(
         update={
             "model": job.model.model_copy(update={"name": resolved(job.model.name, target.parent)}),
-            "data": job.data.model_copy(
-                update={"train": absolute(job.data.train), "held_out": absolute(held_out) if isinstance(held_out, str) else held_out}
-            ),
+            "data": job.data.model_copy(update=found),
             "logging": job.logging.model_copy(update={"folder": absolute(folder)}),
         }
     )

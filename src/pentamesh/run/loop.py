@@ -21,6 +21,7 @@ from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.receipt import receipt
 from pentamesh.run.after import export_run
+from pentamesh.run.board import Board
 from pentamesh.run.data.batches import Batches
 from pentamesh.run.data.prepare import prepare
 from pentamesh.run.data.samples import Prepared, open_prepared
@@ -58,6 +59,7 @@ class Run:
     batches: Batches
     num_steps: int
     progress: Progress
+    board: Board
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,13 @@ def run(plan: Plan, folder: RunFolder, world: World, options: Options) -> Ending
         where = "training" if last == made.num_steps else "--stop-at"
         raise InputError(f"the checkpoint is of step {counters.step}, and the run ends at step {last}", where=where, hint="let the run end later")
     counters = _train(made, counters, last, measured)
+    made.board.close()
     return Ending("done" if counters.step == made.num_steps else "stopped", _finish(made, measured, counters))
 
 
 def _set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
     job = plan.job
-    source = _source(plan, world)
+    source = _source(plan, folder)
     model = read_model(str(source))
     check_model(plan.model, model_facts(model), str(source), "plan it again, or put the model back as it was")
     prepared = _prepare(plan, model, source, folder)
@@ -105,7 +108,8 @@ def _set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
         num_samples_in_run=in_run,
         seq_multiple=plan.layout.seq_multiple,
     )
-    return Run(plan, folder, world, trainee, prepared, batches, num_steps, Progress(plan, num_steps, job.logging.every))
+    board = Board(folder.tensorboard if job.logging.tensorboard and world.is_first else None)
+    return Run(plan, folder, world, trainee, prepared, batches, num_steps, Progress(plan, num_steps, job.logging.every), board)
 
 
 def _room(trainee: Trainee, plan: Plan, folder: RunFolder) -> int:
@@ -114,9 +118,9 @@ def _room(trainee: Trainee, plan: Plan, folder: RunFolder) -> int:
     return each * max(1, plan.job.checkpoint.keep + 1 - len(published(folder.checkpoints)))
 
 
-def _source(plan: Plan, world: World) -> Path:
-    first("finding the model", lambda: model_folder(plan.job.model))  # a download happens once
-    return model_folder(plan.job.model)
+def _source(plan: Plan, folder: RunFolder) -> Path:
+    first("finding the model", lambda: model_folder(plan.job.model, folder.base))  # downloaded or unpacked once
+    return model_folder(plan.job.model, folder.base)
 
 
 def _prepare(plan: Plan, model: ModelSpec, source: Path, folder: RunFolder) -> Prepared:
@@ -162,10 +166,12 @@ def _start(made: Run, options: Options) -> Counters:
     found = agreed(made.folder.checkpoints, say=made.progress.say) if options.resume else None
     if found is not None:
         counters = restore(found, made.trainee, made.plan, made.prepared.train_digest)
+        made.board.start(counters.step)
         if made.world.is_first:
             made.folder.rewind(counters.step)
             made.progress.say(f"resumed from {found.name}: step {counters.step}, {counters.consumed} samples consumed")
         return counters
+    made.board.start(-1)
     if made.world.is_first:
         made.folder.rewind(-1)
         if options.resume:
@@ -214,6 +220,7 @@ def _one_step(made: Run, counters: Counters, measured: Measurements) -> tuple[Co
         _evaluate(made, after, row)
     if made.world.is_first:
         made.folder.append_metrics(row)
+        made.board.add(row)
         made.progress.step(row)
         if result.skipped:
             made.progress.say(f"step {after.step} updated nothing: {result.skipped}")
@@ -259,6 +266,8 @@ def _evaluate(made: Run, counters: Counters, row: dict[str, Any]) -> None:
     row["held_out_loss"] = found.loss
     if made.world.is_first:
         made.folder.append_held_out({"step": counters.step, "held_out_loss": found.loss, "num_tokens": found.num_tokens})
+        if not counters.step:  # no row of metrics has it
+            made.board.add({"step": 0, "held_out_loss": found.loss})
         made.progress.say(f"held-out loss after step {counters.step}: {found.loss:.4f} over {found.num_tokens:,} trained tokens")
 
 

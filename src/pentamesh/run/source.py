@@ -1,4 +1,4 @@
-"""Where a model's files are: a local folder, or a hub id's files brought into the local cache once a node."""
+"""Where a model's files are: a local folder or GGUF file, or a hub id's files brought into the local cache once a node."""
 
 from __future__ import annotations
 
@@ -9,19 +9,31 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pentamesh.errors import InputError
 from pentamesh.job.job import Model
+from pentamesh.model.gguf import gguf_file
+from pentamesh.run.unpack import gguf_tokenizer, unpacked
 
-__all__ = ["model_folder", "tokenizer_of"]
+__all__ = ["model_folder", "model_source", "tokenizer_of"]
 
 REASON_SHOWN = 160
 # Weights as safetensors, and what describes them: never pickles, never code.
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 
 
-def model_folder(model: Model) -> Path:
-    """The folder with the config, weights and tokenizer of a model whose name is `resolved`: a path, or a hub id that is downloaded if it is not in
-    the cache. Raises InputError."""
+def model_folder(model: Model, unpack_to: Path) -> Path:
+    """The folder with the model's config, weights and tokenizer: that of a GGUF file is made at `unpack_to`, once. Raises InputError."""
+    found = model_source(model)
+    return found if found.is_dir() else unpacked(found, unpack_to)
+
+
+def model_source(model: Model) -> Path:
+    """The folder or GGUF file of a model whose name is `resolved`: a path, or a hub id that is downloaded if it is not in the cache.
+
+    Raises InputError.
+    """
     path = Path(model.name)
     if path.is_absolute():
+        if gguf := gguf_file(path):
+            return gguf
         folder = path.parent if path.name == "config.json" else path
         if not (folder / "config.json").is_file():
             what = f"{path} has no config.json" if folder.is_dir() else f"there is no model folder {path}"
@@ -41,13 +53,15 @@ def model_folder(model: Model) -> Path:
         ) from error
 
 
-def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer, without any code of the folder's own. Raises InputError."""
+def tokenizer_of(source: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or GGUF file, without any code of its own. Raises InputError."""
+    if not source.is_dir():
+        return gguf_tokenizer(source)
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
         raise InputError(
-            f"no tokenizer can be read from {folder}: {_reason(error)}",
+            f"no tokenizer can be read from {source}: {_reason(error)}",
             where="model.name",
             hint="the folder needs tokenizer.json and tokenizer_config.json beside config.json",
         ) from error

@@ -11,7 +11,8 @@ import pytest
 
 from pentamesh.errors import InputError, Problem
 from pentamesh.run.data.forms import checked_rows, form_of
-from pentamesh.run.data.rows import MAX_PROBLEMS, Problems, Row, find_files, read_rows
+from pentamesh.run.data.places import find_files
+from pentamesh.run.data.rows import MAX_PROBLEMS, Problems, Row, read_rows
 
 GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
@@ -80,7 +81,11 @@ MESSAGES = [
     ('{"messages": [{"role": "asistant", "content": "x"}]}', r"`messages\[0\].role` is 'asistant'(.|\n)*did you mean 'assistant'"),
     ('{"messages": [{"role": "human", "content": "x"}]}', r"did you mean 'user'"),
     ('{"messages": [{"role": 3, "content": "x"}]}', r"`messages\[0\].role` is 3"),
-    ('{"messages": [{"role": "tool", "content": "x"}]}', r"`messages\[0\].role` is 'tool'\n.*\nhint: roles: system, user, assistant"),
+    (
+        '{"messages": [{"role": "tool", "content": "x"}]}',
+        r"`messages\[0\].role` is 'tool'\n.*\nhint: training on tools comes later; roles: system, user, assistant",
+    ),
+    ('{"messages": [{"role": ["user"], "content": "x"}]}', r"`messages\[0\].role` is \['user'\]"),
     ('{"messages": [{"role": "assistant"}]}', r"`messages\[0\]` has no `content`"),
     ('{"messages": [{"role": "assistant", "content": null}]}', r"`messages\[0\].content` is null, not a string"),
     ('{"messages": [{"role": "assistant", "content": ["x"]}]}', r"`messages\[0\].content` is a list, not a string"),
@@ -92,9 +97,12 @@ MESSAGES = [
     ('{"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}', r"`messages\[0\].tool_calls`: tool calls come later"),
     ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', r"weights of single turns come later"),
     ('{"messages": [{"role": "assistant", "content": "x"}], "tools": [{}]}', r"`tools` are given"),
-    ('{"instruction": "x", "output": "y"}', r"alpaca form: that form comes later(.|\n)*convert to messages"),
-    ('{"conversations": []}', r"sharegpt form"),
-    ('{"prompt": "x", "completion": "y"}', r"completion form"),
+    ('{"instruction": "x", "output": "y"}', r"no `messages` in the row(.|\n)*it looks like the alpaca form: .* here messages"),
+    ('{"conversations": []}', r"it looks like the sharegpt form"),
+    ('{"prompt": "x", "completion": "y"}', r"it looks like the prompt_completion form"),
+    ('{"text": "x"}', r"it looks like the text form"),
+    ('{"messages": [], "chosen": "x"}', r"rows of the preference form: that form comes later"),
+    ('{"input_ids": [1]}', r"rows of the pre-tokenised form"),
 ]
 
 
@@ -154,8 +162,11 @@ def test_the_form_is_found_from_the_first_row(tmp_path: Path) -> None:
     assert form_of((written(tmp_path, json.dumps(GOOD)),), "auto") == "messages"
     assert form_of((written(tmp_path, '{"text": "x"}'),), "auto") == "text"
     assert form_of((written(tmp_path, "x", "a.txt"),), "auto") == "text"
-    with pytest.raises(InputError, match="sharegpt"):
-        form_of((written(tmp_path, '{"conversations": []}'),), "auto")
+    assert form_of((written(tmp_path, '{"conversations": []}'),), "auto") == "sharegpt"
+    with pytest.raises(InputError, match=r"no `messages` in the row; its keys: question"):
+        form_of((written(tmp_path, '{"question": "x"}'),), "auto")
+    with pytest.raises(InputError, match="preference"):
+        form_of((written(tmp_path, '{"conversations": [], "chosen": {}}'),), "auto")
     with pytest.raises(InputError, match="not JSON"):
         form_of((written(tmp_path, "{"),), "auto")
 
@@ -177,12 +188,16 @@ def test_globs_are_sorted_and_relative_to_the_job(tmp_path: Path) -> None:
         ("no/train.jsonl", r"there is no folder .*no"),
         ("*.json", r"no file '\*.json'"),
         ("sub", r"is a folder\n.*\nhint: name its files: `sub/\*.jsonl`"),
-        ("x.parquet", r"none of the kinds that are read: .jsonl"),
+        ("x.csv", r"none of the kinds that are read: .jsonl"),
+        ("dangling.jsonl", r"is a link to gone.jsonl, which is not there"),
+        ("loop.jsonl", r"is a link to loop.jsonl, which is not there"),
     ],
 )
 def test_files_that_are_not_there_say_where_was_looked(tmp_path: Path, pattern: str, expected: str) -> None:
     written(tmp_path, "{}", "train.jsonl")
-    written(tmp_path, "{}", "x.parquet")
+    written(tmp_path, "{}", "x.csv")
+    (tmp_path / "dangling.jsonl").symlink_to("gone.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
     (tmp_path / "sub").mkdir()
     with pytest.raises(InputError, match=expected):
         find_files(pattern, tmp_path, "data.train")

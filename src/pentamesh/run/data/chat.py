@@ -17,13 +17,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from pentamesh.errors import InputError
 from pentamesh.run.data.tokens import Encoded
+from pentamesh.run.data.turns import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Chat", "encode_chat"]
 
-Message = dict[str, Any]
 Span = tuple[int, int]  # characters of the rendered text, from and up to
 
 # Stands in for an answer: private-use characters, so that no template trims, splits or interprets it.
@@ -66,9 +66,12 @@ class Chat:
         ends = tuple(sorted((token for token in added if token.strip()), key=len, reverse=True))
         return cls(tokenizer, template, bool(re.search(r"\{%-?\s*generation\s*-?%\}", template)), ends)
 
-    def encode(self, messages: list[Message]) -> Encoded:
-        """The tokens of `messages`, tokenised once as a whole; a token is trained when it reaches into a trained span."""
-        text, spans = self.spans(messages)
+    def encode(self, messages: list[Message], num_given: int = 0) -> Encoded:
+        """The tokens of `messages`, tokenised once as a whole; a token is trained when it reaches into a trained span.
+
+        Turns among the first `num_given` messages are read and not trained.
+        """
+        text, spans = self.spans(messages, num_given)
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts, stops = np.array(found["offset_mapping"], np.int64).reshape(-1, 2).T
         trained = np.zeros(len(starts), bool)
@@ -76,13 +79,17 @@ class Chat:
             trained |= (stops > start) & (starts < stop)
         return Encoded(np.array(found["input_ids"], np.int32), trained)
 
-    def spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
+    def spans(self, messages: list[Message], num_given: int = 0) -> tuple[str, list[Span]]:
         """The rendered conversation and, turn by turn, the characters that are trained."""
-        if self.marks:
-            return self._marked(messages)
-        text = self._render(messages)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        return text, [self._span(text, messages, i) for i in turns]
+        trained = [i for i in turns if i >= num_given]
+        if self.marks:
+            text, spans = self._marked(messages)
+            if len(trained) < len(turns) != len(spans):
+                raise InputError(f"the chat template marks {len(spans)} spans for {len(turns)} answers, so the given ones cannot be told")
+            return text, spans[len(turns) - len(trained) :]
+        text = self._render(messages)
+        return text, [self._span(text, messages, i) for i in trained]
 
     def _marked(self, messages: list[Message]) -> tuple[str, list[Span]]:
         try:

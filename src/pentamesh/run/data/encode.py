@@ -1,23 +1,23 @@
-"""Encode: from a checked row to its tokens, by the form of the rows."""
+"""Encode: from the content of a row to its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from pentamesh.errors import InputError, Problem
 from pentamesh.run.data.chat import ADD_GENERATION, Chat
-from pentamesh.run.data.forms import Form
-from pentamesh.run.data.rows import Row
-from pentamesh.run.data.tokens import Encoded, encode_text
+from pentamesh.run.data.forms import Conversation, Form, Pair, Sample
+from pentamesh.run.data.tokens import Encoded, encode_pair, encode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Encode", "encoder"]
 
-Encode = Callable[[Row], Encoded | list[Problem]]
+Encode = Callable[[Sample], Encoded | list[Problem]]
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, form: Form) -> Encode:
@@ -25,17 +25,25 @@ def encoder(tokenizer: PreTrainedTokenizerBase, form: Form) -> Encode:
 
     Raises: InputError, when the tokenizer has no chat template and the rows are conversations.
     """
-    if form == "text":
-        return lambda row: encode_text(tokenizer, row.value["text"])
-    chat = Chat.of(tokenizer)
-    return lambda row: _conversation(chat, row)
+    chat = cache(lambda: Chat.of(tokenizer))
+    if form not in ("text", "prompt_completion"):
+        chat()
+
+    def encode(row: Sample) -> Encoded | list[Problem]:
+        if isinstance(row.content, str):
+            return encode_text(tokenizer, row.content)
+        if isinstance(row.content, Pair):
+            return encode_pair(tokenizer, row.content.prompt, row.content.completion)
+        return _conversation(chat, row.content, row.where)
+
+    return encode
 
 
-def _conversation(chat: Chat, row: Row) -> Encoded | list[Problem]:
+def _conversation(chat: Callable[[], Chat], content: Conversation, where: str) -> Encoded | list[Problem]:
     try:
-        encoded = chat.encode(row.value["messages"])
+        encoded = chat().encode(content.messages, content.num_given)
     except InputError as error:
-        return [replace(problem, where=row.where) for problem in error.problems]
+        return [replace(problem, where=where) for problem in error.problems]
     if not encoded.num_trained:
-        return [Problem("the chat template leaves no token of the conversation to train", row.where, ADD_GENERATION)]
+        return [Problem("the chat template leaves no token of the conversation to train", where, ADD_GENERATION)]
     return encoded

@@ -1,144 +1,189 @@
-"""Forms: what a row must look like to be trained on, and what is wrong with one that does not.
+"""Forms: what a row must look like to be trained on, what its content is then, and what is wrong with one that does not.
 
-messages   {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-text       {"text": "..."}, or a .txt file
+messages           {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+sharegpt           {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}, with or without a "system"
+alpaca             {"instruction": "...", "input": "...", "output": "..."}: a question, its input on the next lines, and the answer
+prompt_completion  {"prompt": "...", "completion": "..."} as plain text without a template, or as two lists of messages
+text               {"text": "..."}, or a .txt file
+
+Whatever the form, a row becomes a Conversation, a Pair or a text; nothing behind this file knows how it was spelled.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
 from pentamesh.errors import InputError, Problem
-from pentamesh.run.data.rows import Problems, Row, read_rows
+from pentamesh.run.data.rows import Place, Problems, Row, read_rows
+from pentamesh.run.data.turns import MESSAGES, SHAREGPT, Message, kind, read_turns, string_fault
 
-__all__ = ["ROLES", "Form", "checked_rows", "faults", "form_of"]
+__all__ = ["FORMS", "Content", "Conversation", "Form", "Pair", "Sample", "checked_rows", "form_of"]
 
-Form = Literal["messages", "text"]
-ROLES = ("system", "user", "assistant")
-
-# A key that gives another form away, and the name people know that form by.
-OTHER_FORMS = {
-    "instruction": "alpaca",
-    "conversations": "sharegpt",
-    "chosen": "preference",
-    "completion": "completion",
-    "input_ids": "pre-tokenised",
-}
-EXAMPLES = {"text": '{"text": "..."}', "messages": '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'}
-OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant", "developer": "system"}
-# Fields that would change what is trained; ignoring them would train something else in silence.
-UNHEARD = {"tool_calls": "tool calls", "weight": "weights of single turns"}
+Form = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 
 
-def form_of(files: tuple[Path, ...], asked: Literal["auto", "messages", "text"]) -> Form:
-    """The form of the rows of `files`: the one asked for, or that of the first row. Raises InputError where it is none that trains."""
+@dataclass(frozen=True)
+class Conversation:
+    """Turns for the chat template; the assistant's are trained, without those among the first `num_given`."""
+
+    messages: list[Message]
+    num_given: int = 0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A text as it stands, trained from where the completion begins."""
+
+    prompt: str
+    completion: str
+
+
+Content = Conversation | Pair | str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row that is in order: where it stands, and its content."""
+
+    where: str
+    content: Content
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A form: the keys that give it away, a row of it, and how its content is read."""
+
+    keys: tuple[str, ...]
+    example: str
+    read: Callable[[dict[str, Any], str], Content | list[Problem]]
+
+
+# A key that gives away a form which is not trained yet, and the name people know that form by.
+OTHER_FORMS = {"chosen": "preference", "input_ids": "pre-tokenised"}
+
+
+def form_of(places: tuple[Place, ...], asked: Literal["auto"] | Form) -> Form:
+    """The form of the rows: the one asked for, or that of the first row. Raises InputError where it is none that trains."""
     if asked != "auto":
         return asked
-    first = next(read_rows(files))
+    first = next(read_rows(places))
     if isinstance(first, Problem):
         raise InputError(first)
     if not isinstance(first.value, dict):
-        raise InputError(_not_an_object(first))
-    for form in ("messages", "text"):
-        if form in first.value:
-            return form
+        raise InputError(_not_an_object(first, "messages"))
+    if found := _looks_like(first.value):
+        return found
     raise InputError(_missing(first, "messages"))
 
 
-def checked_rows(files: tuple[Path, ...], form: Form, problems: Problems, limit: int | None = None) -> Iterator[Row]:
-    """The first `limit` rows of `files` that are in order; what is wrong with the others goes to `problems`."""
-    for row in islice(read_rows(files), limit):
-        found = [row] if isinstance(row, Problem) else faults(row, form)
-        problems.add(*found)
-        if isinstance(row, Row) and not found:
-            yield row
+def checked_rows(places: tuple[Place, ...], form: Form, problems: Problems, limit: int | None = None) -> Iterator[Sample]:
+    """The content of the first `limit` rows that are in order; what is wrong with the others goes to `problems`."""
+    for row in islice(read_rows(places), limit):
+        found = [row] if isinstance(row, Problem) else _content(row, form)
+        if isinstance(found, list):
+            problems.add(*found)
+        else:
+            yield Sample(row.where, found)
 
 
-def faults(row: Row, form: Form) -> list[Problem]:
-    """Everything that keeps `row` from being trained on in this form."""
+def _content(row: Row, form: Form) -> Content | list[Problem]:
+    """What is trained on of `row`, or everything that keeps it from being trained on in this form."""
     if not isinstance(row.value, dict):
-        return [_not_an_object(row)]
-    if form not in row.value:
+        return [_not_an_object(row, form)]
+    if any(key not in row.value for key in FORMS[form].keys) or any(key in row.value for key in OTHER_FORMS):
         return [_missing(row, form)]
-    if form == "text":
-        return _text_faults(row)
     tools = [Problem("`tools` are given, and training on tools comes later", row.where, "take them out")] if row.value.get("tools") else []
-    return tools + _conversation_faults(row.value["messages"], row.where)
+    found = FORMS[form].read(row.value, row.where)
+    return tools + found if isinstance(found, list) else tools or found
 
 
-def _not_an_object(row: Row) -> Problem:
-    return Problem(f"the row is {_kind(row.value)}, not an object", row.where, f"a row looks like {EXAMPLES['messages']}")
+def _looks_like(value: dict[str, Any]) -> Form | None:
+    if any(key in value for key in OTHER_FORMS):
+        return None
+    return next((form for form, shape in FORMS.items() if all(key in value for key in shape.keys)), None)
+
+
+def _not_an_object(row: Row, form: Form) -> Problem:
+    return Problem(f"the row is {kind(row.value)}, not an object", row.where, f"a row looks like {FORMS[form].example}")
 
 
 def _missing(row: Row, form: Form) -> Problem:
-    other = next((name for key, name in OTHER_FORMS.items() if key in row.value), None)
-    if other:
-        return Problem(f"rows of the {other} form: that form comes later", row.where, f"convert to messages: {EXAMPLES['messages']}")
-    close = difflib.get_close_matches(form, row.value, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"a row looks like {EXAMPLES[form]}"
-    return Problem(f"no `{form}` in the row; its keys: {', '.join(list(row.value)[:8]) or 'none'}", row.where, hint)
+    """A row without the keys of its form, or with those of one that comes later."""
+    if other := next((name for key, name in OTHER_FORMS.items() if key in row.value), None):
+        return Problem(f"rows of the {other} form: that form comes later", row.where, f"forms: {', '.join(FORMS)}")
+    lacking = [key for key in FORMS[form].keys if key not in row.value]
+    what = f"no `{lacking[0]}` in the row; its keys: {', '.join(list(row.value)[:8]) or 'none'}"
+    if looks := _looks_like(row.value):
+        return Problem(what, row.where, f"it looks like the {looks} form: the rows of a job have one form, here {form}")
+    close = difflib.get_close_matches(lacking[0], row.value, n=1)
+    return Problem(what, row.where, f"did you mean {close[0]!r}?" if close else f"a row looks like {FORMS[form].example}")
 
 
-def _text_faults(row: Row) -> list[Problem]:
-    text = row.value["text"]
-    fault = _string_fault(text, "text") or ("`text` is empty" if not text.strip() else "")
-    return [Problem(fault, row.where)] if fault else []
+def _text(value: dict[str, Any], where: str) -> Content | list[Problem]:
+    fault = _text_fault(value, "text")
+    return [Problem(fault, where)] if fault else value["text"]
 
 
-def _conversation_faults(messages: Any, where: str) -> list[Problem]:
-    if not isinstance(messages, list):
-        return [Problem(f"`messages` is {_kind(messages)}, not a list", where, f"a row looks like {EXAMPLES['messages']}")]
-    if not messages:
-        return [Problem("`messages` is empty", where)]
-    found = [fault for i, message in enumerate(messages) for fault in _message_faults(message, f"messages[{i}]", where)]
-    if not found and all(message["role"] != "assistant" for message in messages):
-        return [Problem("no assistant turn: nothing to train", where, "take the row out, or give it an answer")]
-    return found
+def _messages(value: dict[str, Any], where: str) -> Content | list[Problem]:
+    messages, faults = read_turns(value["messages"], MESSAGES, where)
+    return faults or Conversation(messages)
 
 
-def _message_faults(message: Any, field: str, where: str) -> list[Problem]:
-    if not isinstance(message, dict):
-        return [Problem(f"`{field}` is {_kind(message)}, not an object", where, 'a message has a "role" and a "content"')]
-    if "role" not in message:
-        other = "the sharegpt form comes later: turn `from` and `value` into `role` and `content`"
-        return [Problem(f"`{field}` has no `role`", where, other if "from" in message else f"roles: {', '.join(ROLES)}")]
-    found = [Problem(f"`{field}.{key}`: {name} come later", where) for key, name in UNHEARD.items() if message.get(key) not in (None, [], 1)]
-    if message["role"] not in ROLES:
-        found.append(_role_fault(message["role"], field, where))
-    if fault := _content_fault(message, field):
-        found.append(Problem(fault, where))
-    return found
+def _sharegpt(value: dict[str, Any], where: str) -> Content | list[Problem]:
+    said, faults = _system(value, where)
+    messages, more = read_turns(value["conversations"], SHAREGPT, where)
+    return faults + more or Conversation([*said, *messages])
 
 
-def _content_fault(message: dict[str, Any], field: str) -> str:
-    if "content" not in message:
-        return f"`{field}` has no `content`"
-    if fault := _string_fault(message["content"], f"{field}.content"):
-        return fault
-    silent = message["role"] == "assistant" and not message["content"].strip()
-    return f"`{field}.content` is empty: the assistant would learn to say nothing" if silent else ""
+def _alpaca(value: dict[str, Any], where: str) -> Content | list[Problem]:
+    said, faults = _system(value, where)
+    faults += [Problem(fault, where) for key in ("instruction", "output") if (fault := _text_fault(value, key))]
+    given = value.get("input")
+    if given is not None and (fault := string_fault(given, "input")):
+        faults.append(Problem(fault, where))
+    if value.get("history"):
+        faults.append(Problem("`history` is given, which the alpaca form does not train", where, "write the turns as messages"))
+    if faults:
+        return faults
+    question = f"{value['instruction']}\n{given}" if given else value["instruction"]
+    return Conversation([*said, {"role": "user", "content": question}, {"role": "assistant", "content": value["output"]}])
 
 
-def _role_fault(role: Any, field: str, where: str) -> Problem:
-    name = str(role).lower()
-    known = OTHER_ROLES.get(name) or next(iter(difflib.get_close_matches(name, ROLES, n=1)), None)
-    return Problem(f"`{field}.role` is {role!r}", where, f"did you mean {known!r}?" if known else f"roles: {', '.join(ROLES)}")
+def _prompt_completion(value: dict[str, Any], where: str) -> Content | list[Problem]:
+    prompt, completion = value["prompt"], value["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        given, faults = read_turns(prompt, MESSAGES.at("prompt"), where, answered=False)
+        answer, more = read_turns(completion, MESSAGES.at("completion"), where)
+        return faults + more or Conversation([*given, *answer], num_given=len(given))
+    if isinstance(prompt, list) or isinstance(completion, list):
+        what = f"`prompt` is {kind(prompt)} and `completion` is {kind(completion)}"
+        return [Problem(what, where, "both are text, or both are lists of messages")]
+    faults = [fault for fault in (string_fault(prompt, "prompt"), _text_fault(value, "completion")) if fault]
+    return [Problem(fault, where) for fault in faults] or Pair(prompt, completion)
 
 
-def _string_fault(value: Any, field: str) -> str:
-    if not isinstance(value, str):
-        return f"`{field}` is {_kind(value)}, not a string"
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair; no tokenizer takes it
-        return f"`{field}` has half of a surrogate pair at character {error.start}"
-    return ""
+def _system(value: dict[str, Any], where: str) -> tuple[list[Message], list[Problem]]:
+    """The system turn that stands beside a conversation, where there is one."""
+    said = value.get("system")
+    if not said:
+        return [], []
+    fault = string_fault(said, "system")
+    return [{"role": "system", "content": said}], [Problem(fault, where)] if fault else []
 
 
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return "null" if value is None else names[type(value)]
+def _text_fault(value: dict[str, Any], key: str) -> str:
+    return string_fault(value[key], key) or ("" if value[key].strip() else f"`{key}` is empty")
+
+
+# In the order in which a row is tried: a row of messages may have a text beside them.
+FORMS: dict[Form, Shape] = {
+    "messages": Shape(("messages",), f"{{{MESSAGES.example}}}", _messages),
+    "sharegpt": Shape(("conversations",), f"{{{SHAREGPT.example}}}", _sharegpt),
+    "alpaca": Shape(("instruction", "output"), '{"instruction": "...", "input": "...", "output": "..."}', _alpaca),
+    "prompt_completion": Shape(("prompt", "completion"), '{"prompt": "...", "completion": "..."}', _prompt_completion),
+    "text": Shape(("text",), '{"text": "..."}', _text),
+}

@@ -21,8 +21,9 @@ import numpy as np
 from pentamesh.errors import InputError, Problem
 from pentamesh.job.job import Job
 from pentamesh.run.data.encode import Encode, encoder
-from pentamesh.run.data.forms import Form, checked_rows, form_of
-from pentamesh.run.data.rows import MAX_PLACES, Problems, Row, find_files
+from pentamesh.run.data.forms import Conversation, Form, Sample, checked_rows, form_of
+from pentamesh.run.data.places import find_places
+from pentamesh.run.data.rows import MAX_PLACES, HubSplit, Place, Problems
 from pentamesh.run.data.samples import MANIFEST, SCHEMA, VERSION, Prepared, SampleWriter, check_replaceable, open_prepared
 from pentamesh.run.data.tokens import Encoded, cut_to
 
@@ -36,27 +37,26 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Source:
-    """Where the rows of a job come from: files of training rows, and either files or a share of held-out ones."""
+    """Where the rows of a job come from: places of training rows, and either places or a share of held-out ones."""
 
-    train: tuple[Path, ...]
-    held_out: tuple[Path, ...]
+    train: tuple[Place, ...]
+    held_out: tuple[Place, ...]
     share: float | None
     form: Form
     max_rows: int | None
 
 
 def source(job: Job, base: Path) -> Source:
-    """The files that `job.data` names and the form of their rows. Raises InputError with every name that leads nowhere."""
+    """The places that `job.data` names and the form of their rows. Raises InputError with every name that leads nowhere."""
     data, problems = job.data, []
-    found: dict[str, tuple[Path, ...]] = {"train": (), "held_out": ()}
-    for key, pattern in (("train", data.train), ("held_out", data.held_out)):
+    found: dict[str, tuple[Place, ...]] = {"train": (), "held_out": ()}
+    for key in found:
         try:
-            if isinstance(pattern, str):
-                found[key] = find_files(pattern, base, f"data.{key}")
+            found[key] = find_places(data, key, base)
         except InputError as error:
             problems += error.problems
     if data.train is None:
-        problems.append(Problem("no training data", "data.train", "give a file or glob of .jsonl, .json or .txt"))
+        problems.append(Problem("no training data", "data.train", "give a file or glob, or a data set of the hub"))
     share = None if isinstance(data.held_out, str) else data.held_out
     if share is not None and not 0 < share < 1:
         problems.append(Problem(f"a share of {share:g} cannot be held out", "data.held_out", "give a share such as 0.05, or a file"))
@@ -83,13 +83,17 @@ def prepare(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Pa
     encode = encoder(tokenizer, asked.form)
     held, num_repeated = survey(asked, job.training.seed)
     partial = _empty(_partial(folder))
-    splits = _write(job, asked, encode, held, partial, progress)
-    pad_id = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
-    report = {"schema": SCHEMA, "version": VERSION, "fingerprint": fingerprint, "form": asked.form, "seq_len": job.batch.seq_len}
-    report |= {"too_long": job.data.too_long, "pad_id": pad_id, "repeated_rows": num_repeated, "splits": splits}
-    (partial / MANIFEST).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
+    try:
+        splits = _write(job, asked, encode, held, partial, progress)
+        pad_id = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
+        report = {"schema": SCHEMA, "version": VERSION, "fingerprint": fingerprint, "form": asked.form, "seq_len": job.batch.seq_len}
+        report |= {"too_long": job.data.too_long, "pad_id": pad_id, "repeated_rows": num_repeated, "splits": splits}
+        (partial / MANIFEST).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     return open_prepared(folder)
 
 
@@ -105,7 +109,8 @@ def _empty(folder: Path) -> Path:
 
 def _fingerprint(job: Job, tokenizer: PreTrainedTokenizerBase, asked: Source) -> str:
     """Sixteen hex digits of everything that decides the samples. Files count by name, size and time of change."""
-    files = [(str(file.absolute()), stat.st_size, stat.st_mtime_ns) for file in (*asked.train, *asked.held_out) for stat in [file.stat()]]
+    named = (file for place in (*asked.train, *asked.held_out) for file in (place.files if isinstance(place, HubSplit) else (place,)))
+    files = [(str(file.absolute()), stat.st_size, stat.st_mtime_ns) for file in named for stat in [file.stat()]]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     words = [hashlib.sha256(vocabulary.encode()).hexdigest(), repr(tokenizer.chat_template), repr(tokenizer.special_tokens_map)]
@@ -113,20 +118,23 @@ def _fingerprint(job: Job, tokenizer: PreTrainedTokenizerBase, asked: Source) ->
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _key(row: Row, form: Form, seed: int) -> int:
+def _key(row: Sample, seed: int) -> int:
     """64 bits of what is trained of a row: equal rows have equal keys, and among different ones their order is a draw by `seed`.
 
     Two different rows of a million share a key with a probability of 3e-8 (birthday bound, n^2 / 2^65).
     """
-    content = json.dumps(row.value[form], sort_keys=True).encode()
+    said = row.content
+    if isinstance(said, Conversation) and not said.num_given:
+        said = said.messages
+    content = json.dumps(said, sort_keys=True, default=vars).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8, salt=seed.to_bytes(16, "little")).digest(), "little")
 
 
 def survey(asked: Source, seed: int) -> tuple[frozenset[int], int]:
     """The keys of the held-out rows, and how many training rows repeat another. Raises InputError with all faults of all rows."""
     with Problems() as problems:
-        keys = array("Q", (_key(row, asked.form, seed) for row in checked_rows(asked.train, asked.form, problems, asked.max_rows)))
-        held = frozenset(_key(row, asked.form, seed) for row in checked_rows(asked.held_out, asked.form, problems))
+        keys = array("Q", (_key(row, seed) for row in checked_rows(asked.train, asked.form, problems, asked.max_rows)))
+        held = frozenset(_key(row, seed) for row in checked_rows(asked.held_out, asked.form, problems))
     distinct = np.unique(np.frombuffer(keys, np.uint64))  # sorted
     if asked.share is not None:
         held = frozenset(distinct[: max(1, round(asked.share * len(distinct)))].tolist())
@@ -136,11 +144,11 @@ def survey(asked: Source, seed: int) -> tuple[frozenset[int], int]:
     return held, len(keys) - len(distinct)
 
 
-def _placed(asked: Source, held: frozenset[int], seed: int, problems: Problems) -> Iterator[tuple[str, Row, str]]:
+def _placed(asked: Source, held: frozenset[int], seed: int, problems: Problems) -> Iterator[tuple[str, Sample, str]]:
     """Every row with its split and, where it is not to be used, the reason: a held-out row is never trained on, however often it is there."""
     waiting = set(held) if asked.share is not None else set()
     for row in checked_rows(asked.train, asked.form, problems, asked.max_rows):
-        key = _key(row, asked.form, seed)
+        key = _key(row, seed)
         if key in waiting:
             waiting.remove(key)
             yield "held_out", row, ""

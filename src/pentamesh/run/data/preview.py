@@ -108,7 +108,7 @@ def collect(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, num_rows: 
         all_measured=all_measured,
         num_tokens=sum(lengths),
         num_trained=num_trained,
-        num_too_long=sum(n > job.batch.seq_len for n in lengths) if asked.form == "messages" else 0,
+        num_too_long=sum(n > job.batch.seq_len for n in lengths) if asked.form != "text" else 0,
         lengths=_lengths(np.array(lengths)),
     )
 

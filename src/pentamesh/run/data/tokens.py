@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from pentamesh.errors import InputError
 from pentamesh.run.data.forms import Form
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Cut", "Encoded", "cut_to", "encode_text", "windows"]
+__all__ = ["Cut", "Encoded", "cut_to", "encode_pair", "encode_text", "windows"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,29 @@ class Encoded:
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
     """One document with the special tokens its tokenizer adds, and its end-of-text token when it has one; every token is a target."""
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
-    eos = tokenizer.eos_token_id
-    if isinstance(eos, int) and ids[-1:] != [eos]:
-        ids = [*ids, eos]
+    ids = _ended(tokenizer, ids)
     return Encoded(np.array(ids, np.int32), np.ones(len(ids), bool))
+
+
+def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> Encoded:
+    """Prompt and completion as one text with the tokenizer's special tokens; what reaches into the completion is a target, and so is the end of text.
+
+    Raises: InputError, where the tokenizer cannot say which characters a token stands for.
+    """
+    if not tokenizer.is_fast:
+        raise InputError("the tokenizer has no tokenizer.json: tokens cannot be traced to their completion", where="model.name")
+    found = tokenizer(prompt + completion, return_offsets_mapping=True, verbose=False)
+    ids = _ended(tokenizer, found["input_ids"])  # pyright: ignore[reportArgumentType]
+    trained = np.zeros(len(ids), bool)
+    trained[: len(found["offset_mapping"])] = [stop > max(start, len(prompt)) for start, stop in found["offset_mapping"]]  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    trained[-1] |= ids[-1] == tokenizer.eos_token_id
+    return Encoded(np.array(ids, np.int32), trained)
+
+
+def _ended(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """The tokens with the end of text behind them, where the tokenizer has one and has not put it there."""
+    eos = tokenizer.eos_token_id
+    return [*ids, eos] if isinstance(eos, int) and ids[-1:] != [eos] else ids
 
 
 def windows(num_tokens: int, seq_len: int) -> list[tuple[int, int]]:
@@ -56,7 +76,7 @@ class Cut:
 def cut_to(row: Encoded, form: Form, seq_len: int, too_long: Literal["error", "drop", "truncate"]) -> Cut:
     """How a row becomes samples of at most `seq_len` tokens that the model reads, each followed by one that is only a target."""
     num_tokens = len(row.ids)
-    truncated = form == "messages" and num_tokens > seq_len + 1
+    truncated = form != "text" and num_tokens > seq_len + 1
     if truncated and too_long != "truncate":
         return Cut(dropped="too_long")
     spans = tuple(windows(num_tokens, seq_len)) if form == "text" else ((0, min(num_tokens, seq_len + 1)),)

@@ -1,0 +1,114 @@
+"""Places: where rows lie, from what a job names - files of this machine, or a split of a data set on the hub."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from pentamesh.errors import InputError
+from pentamesh.job.job import Data
+from pentamesh.job.read import is_hub_data
+from pentamesh.run.data.rows import READERS, HubSplit, Place
+from pentamesh.units import format_path
+
+__all__ = ["find_files", "find_places", "hub_split"]
+
+# What turns files into tables without running code that came with them. Source: datasets, packaged_modules.
+SAFE_BUILDERS = ("arrow", "csv", "json", "parquet", "text")
+REASON_SHOWN = 160
+
+
+def find_places(data: Data, key: str, base: Path) -> tuple[Place, ...]:
+    """The files that `data.train` or `data.held_out` names, or the split of the hub data set that it names where there is no such file.
+
+    Raises InputError where there are none, or a split is given of files.
+    """
+    name = {"train": data.train, "held_out": data.held_out}[key]
+    split_key, usual = {"train": ("split", "train"), "held_out": ("held_out_split", "test")}[key]
+    split = getattr(data, split_key)
+    if isinstance(name, str) and is_hub_data(name, base):
+        return (hub_split(name, data.subset, split or usual, f"data.{key}"),)
+    if split or (key == "train" and data.subset and not (isinstance(data.held_out, str) and is_hub_data(data.held_out, base))):
+        given = split_key if split else "subset"
+        raise InputError(
+            f"{given} = {getattr(data, given)} and data.{key} = {name}, which is no hub data set", where=f"data.{given}", hint="leave it out"
+        )
+    return find_files(name, base, f"data.{key}") if isinstance(name, str) else ()
+
+
+def find_files(pattern: str, base: Path, key: str) -> tuple[Path, ...]:
+    """The files that `pattern` (a path or a glob, relative to `base`) names, sorted. Raises InputError where there is none to read."""
+    path = Path(format_path(base / pattern))  # rows are named by their file, in errors and in a preview
+    if path.is_symlink() and not path.exists():
+        raise InputError(f"{path} is a link to {path.readlink()}, which is not there", where=key, hint="name the file itself")
+    if path.is_file():
+        return (_readable(path, key),)
+    if path.is_dir():
+        raise InputError(f"{path} is a folder", where=key, hint=f"name its files: `{pattern.rstrip('/')}/*.jsonl`")
+    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+    files = tuple(_readable(file, key) for file in found if file.is_file())
+    if not files:
+        raise InputError(f"no file {pattern!r}: looked for {path.absolute()}", where=key, hint=_similar(path))
+    return files
+
+
+def _readable(path: Path, key: str) -> Path:
+    if path.suffix.lower() not in READERS:
+        raise InputError(
+            f"{path} is none of the kinds that are read: {', '.join(READERS)}", where=key, hint="convert it to .jsonl, one JSON object a line"
+        )
+    return path
+
+
+def _similar(path: Path) -> str:
+    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=3)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return "paths are relative to the job file" if path.parent.is_dir() else f"there is no folder {path.parent.absolute()}"
+
+
+def hub_split(name: str, subset: str | None, split: str, key: str) -> HubSplit:
+    """A split of a data set of the hub, brought into the local cache if it is not there. No code of the data set is run, and nothing unpickled.
+
+    Raises InputError where it cannot be reached, has no such subset or split, or is no table of rows.
+    """
+    import datasets
+    import huggingface_hub
+
+    datasets.disable_progress_bars()
+    for library in (datasets, huggingface_hub):  # what they say of a failure, the exception says too
+        library.logging.set_verbosity(logging.CRITICAL)
+    try:
+        builder = datasets.load_dataset_builder(name, subset)
+        _check_safe(name, type(builder).__module__.split(".")[-2], key)
+        builder.download_and_prepare()
+        found: Any = builder.as_dataset(split=split)
+    except InputError:
+        raise
+    except Exception as error:  # of the network, the hub, the library and the formats it reads
+        raise _unreachable(name, subset, split, key, error) from error
+    return HubSplit(f"{name}{f'/{subset}' if subset else ''} {split}", tuple(Path(file["filename"]) for file in found.cache_files))
+
+
+def _check_safe(name: str, kind: str, key: str) -> None:
+    if kind not in SAFE_BUILDERS:
+        raise InputError(f"{name} is made of {kind} files, not of rows", where=key, hint=f"kinds that are read: {', '.join(SAFE_BUILDERS)}")
+
+
+def _unreachable(name: str, subset: str | None, split: str, key: str, error: Exception) -> InputError:
+    offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE") else ""
+    cause: BaseException = error
+    while cause.__cause__:
+        cause = cause.__cause__
+    said = " ".join(str(cause).split()) or type(cause).__name__
+    asked = f"{name}, subset {subset}, split {split}" if subset else f"{name}, split {split}"
+    return InputError(
+        f"{asked} is neither a file here nor data that the hub gives{offline}: {said[:REASON_SHOWN]}",
+        where=key,
+        hint="check the name, data.subset and the split; for data of your own give a file",
+    )

@@ -1,0 +1,187 @@
+"""Data that cannot be trained on: one clear error with file and place, exit code 2, no traceback and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pentamesh import cli
+from pentamesh.errors import InputError
+from pentamesh.job.read import read_job
+from pentamesh.run.data import rows
+from pentamesh.run.data.prepare import prepare
+from pentamesh.run.launch import located
+from pentamesh.run.source import tokenizer_of
+from tests.run import toy
+
+GOOD = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sees the dog"}]}
+LINE = json.dumps(GOOD).encode() + b"\n"
+SILENT = "{% for m in messages %}{% if m['role'] != 'assistant' %}{{ m['content'] }}{% endif %}{% endfor %}"
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('system turns are not supported') }}{% endif %}" + toy.CHATML
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.model_folder(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def job(tmp_path: Path, model: Path) -> Path:
+    """A job on rows.jsonl, with a copy of the model's tokenizer that a test may spoil."""
+    (tmp_path / "model").mkdir()
+    for file in model.iterdir():
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "rows.jsonl").write_bytes(LINE * 3)
+    return toy.job(tmp_path, data__held_out=None, training__evaluate_every=None)
+
+
+def content(data: bytes) -> Callable[[Path], Any]:
+    return lambda folder: (folder / "rows.jsonl").write_bytes(data)
+
+
+def template(text: str, *more: dict[str, Any]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / "model/chat_template.jinja").write_text(text)
+        (folder / "rows.jsonl").write_bytes(LINE + b"".join(json.dumps(row).encode() + b"\n" for row in more))
+
+    return spoil
+
+
+def parquet(*values: dict[str, Any], cut: int | None = None) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        path = folder / "rows.parquet"
+        pq.write_table(pa.Table.from_pylist(list(values), schema=None if values else pa.schema([("messages", pa.string())])), path)
+        path.write_bytes(path.read_bytes()[:cut])
+
+    return spoil
+
+
+def absent_template(folder: Path) -> None:
+    (folder / "model/chat_template.jinja").unlink()
+
+
+def row(**value: Any) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
+# What is done to the folder, overrides, the place that is named, and what is said of it.
+CASES: dict[str, tuple[Callable[[Path], Any], list[str], str, str]] = {
+    "truncated line": (content(LINE + LINE[:40]), [], "rows.jsonl:2", "not JSON"),
+    "wrong type": (content(LINE + row(messages="x")), [], "rows.jsonl:2", "`messages` is a string, not a list"),
+    "wrong type of a content": (content(row(messages=[{"role": "user", "content": 3}])), [], "rows.jsonl:1", "`messages[0].content` is a number"),
+    "empty file": (content(b""), [], "rows.jsonl", "the file has no rows"),
+    "blank file": (content(b"\xef\xbb\xbf\r\n \n"), [], "rows.jsonl", "the file has no rows"),
+    "one of two files is empty": (lambda folder: (folder / "rows2.jsonl").touch(), ["data.train=rows*.jsonl"], "rows2.jsonl", "the file has no rows"),
+    "parquet without rows": (parquet(), ["data.train=rows.parquet"], "rows.parquet", "the file has no rows"),
+    "parquet without the column": (parquet({"other": 1}), ["data.train=rows.parquet"], "rows.parquet[0]", "no `messages` in the row"),
+    "parquet with a null": (parquet(GOOD, {"messages": None}), ["data.train=rows.parquet"], "rows.parquet[1]", "`messages` is null"),
+    "corrupt parquet": (parquet(GOOD, cut=60), ["data.train=rows.parquet"], "rows.parquet", "not a whole Parquet file"),
+    "parquet by name only": (
+        lambda folder: (folder / "rows.jsonl").rename(folder / "rows.parquet"),
+        ["data.train=rows.parquet"],
+        "rows.parquet",
+        "not a whole Parquet file",
+    ),
+    "array cut short": (
+        lambda folder: (folder / "rows.json").write_bytes(b"[" + LINE + b"," + LINE[:30]),
+        ["data.train=rows.json"],
+        "rows.json[1]",
+        "not a whole JSON array",
+    ),
+    "missing template": (absent_template, [], "model.name", "the model has no chat template"),
+    "template that raises": (template("{{ 1 / 0 }}"), [], "rows.jsonl:1", "ZeroDivisionError"),
+    "role unknown to the template": (
+        template(NO_SYSTEM, {"messages": [{"role": "system", "content": "x"}, *GOOD["messages"]]}),
+        [],
+        "rows.jsonl:2",
+        "system turns are not supported",
+    ),
+    "role unknown to all": (
+        content(LINE + row(messages=[{"role": "narrator", "content": "x"}])),
+        [],
+        "rows.jsonl:2",
+        "`messages[0].role` is 'narrator'",
+    ),
+    "template that drops the answers": (template(SILENT), [], "rows.jsonl:1", "renders messages[1] differently"),
+    "nothing trained": (content(LINE + row(messages=GOOD["messages"][:1])), [], "rows.jsonl:2", "no assistant turn: nothing to train"),
+    "invalid UTF-8": (content(LINE + b'{"messages": "\xe9"}\n'), [], "rows.jsonl:2", "byte 14 (0xe9) is not UTF-8"),
+    "UTF-16": (content(LINE.decode().encode("utf-16")), [], "rows.jsonl:1", "it looks like UTF-16"),
+    "gzip": (content(b"\x1f\x8b\x08\x00" + bytes(20)), [], "rows.jsonl:1", "it looks like gzip"),
+    "link to nothing": (
+        lambda folder: (folder / "link.jsonl").symlink_to("/nowhere/rows.jsonl"),
+        ["data.train=link.jsonl"],
+        "data.train",
+        "no file '/nowhere/rows.jsonl'",
+    ),
+    "folder": (lambda folder: (folder / "rows").mkdir(), ["data.train=rows"], "data.train", "is a folder"),
+    "folder named like a file": (lambda folder: (folder / "d.jsonl").mkdir(), ["data.train=d.jsonl"], "data.train", "is a folder"),
+    "glob without a match": (lambda folder: None, ['data.train="*.ndjson"'], "data.train", "*.ndjson': looked for"),
+    "glob of folders": (lambda folder: (folder / "d.ndjson").mkdir(), ['data.train="*.ndjson"'], "data.train", "*.ndjson': looked for"),
+    "another kind of file": (lambda folder: (folder / "rows.pkl").touch(), ["data.train=rows.pkl"], "data.train", "none of the kinds that are read"),
+    "mixture of forms": (content(LINE + row(instruction="x", output="y")), [], "rows.jsonl:2", "it looks like the alpaca form"),
+    "no form": (content(row(question="x", answer="y")), [], "rows.jsonl:1", "no `messages` in the row; its keys: question, answer"),
+    "another form than asked": (lambda folder: None, ["data.form=sharegpt"], "rows.jsonl:1", "it looks like the messages form"),
+    "gigantic line": (content(LINE + b'{"messages": "' + b"x" * 5000 + b'"}\n'), [], "rows.jsonl:2", "the row is longer than 4 kB"),
+    "deep nesting": (content(LINE + b"[" * 3000 + b"\n"), [], "rows.jsonl:2", "JSON"),
+    "number of thousands of digits": (content(LINE + b'{"messages": ' + b"9" * 3900 + b"}\n"), [], "rows.jsonl:2", "messages` is a number"),
+    "hub data without a network": (
+        lambda folder: None,
+        ["data.train=nobody/nothing"],
+        "data.train",
+        "neither a file here nor data that the hub gives",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_clear_error(job: Path, case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    spoil, overrides, where, what = CASES[case]
+    spoil(job.parent)
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 4000)
+    before = {path: path.stat().st_mtime_ns for path in job.parent.rglob("*") if path.exists()}
+    monkeypatch.setattr(sys, "argv", ["pentamesh", "data", "preview", str(job), *(f"--set={override}" for override in overrides)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "")
+    assert said.err.count("error:") == 1, said.err
+    assert "Traceback" not in said.err
+    assert what in said.err
+    assert where in said.err
+    asked, _ = read_job(job, overrides)
+    asked = located(asked, job)
+    with pytest.raises(InputError) as error:
+        prepare(asked, tokenizer_of(job.parent / "model"), Path(), job.parent / "prepared")
+    assert where in str(error.value)
+    assert {path: path.stat().st_mtime_ns for path in job.parent.rglob("*") if path.exists()} == before
+
+
+def test_rows_that_are_too_long_leave_nothing_behind(job: Path) -> None:
+    asked = located(read_job(job, ["batch.seq_len=4"])[0], job)
+    with pytest.raises(InputError, match=r"rows are longer than batch.seq_len = 4(.|\n)*rows\.jsonl:1"):
+        prepare(asked, tokenizer_of(job.parent / "model"), Path(), job.parent / "prepared")
+    assert list(job.parent.glob("prepared*")) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read(job: Path) -> None:
+    (job.parent / "rows.jsonl").chmod(0)
+    with pytest.raises(InputError, match="cannot be read: Permission denied"):
+        prepare(located(read_job(job)[0], job), tokenizer_of(job.parent / "model"), Path(), job.parent / "prepared")
+
+
+def test_windows_line_ends_and_byte_order_marks_are_no_fault(job: Path) -> None:
+    found = {}
+    for name, data in (("unix", LINE * 3), ("windows", b"\xef\xbb\xbf" + (LINE * 3).replace(b"\n", b"\r\n")), ("no end", (LINE * 3).rstrip())):
+        (job.parent / "rows.jsonl").write_bytes(data)
+        asked = located(read_job(job)[0], job)
+        found[name] = prepare(asked, tokenizer_of(job.parent / "model"), Path(), job.parent / "prepared").train_digest
+    assert len(set(found.values())) == 1

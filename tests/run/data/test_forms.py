@@ -1,0 +1,208 @@
+"""The forms of rows: what each becomes, which of its tokens are trained, and its faults with their keys."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pentamesh.errors import InputError
+from pentamesh.job.job import Job
+from pentamesh.run.data.encode import encoder
+from pentamesh.run.data.forms import FORMS, Conversation, Form, Pair, Sample, checked_rows, form_of
+from pentamesh.run.data.prepare import prepare
+from pentamesh.run.data.rows import Problems
+from pentamesh.run.data.tokens import Encoded
+
+
+def read(path: Path, form: Form | None = None) -> list[Sample]:
+    with Problems() as problems:
+        return list(checked_rows((path,), form or form_of((path,), "auto"), problems))
+
+
+def turns(*said: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in said]
+
+
+SPELLED: list[tuple[dict[str, Any], Form, Any]] = [
+    (
+        {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "fine"}]},
+        "sharegpt",
+        turns(("user", "hello"), ("assistant", "fine")),
+    ),
+    (
+        {"system": "be kind", "conversations": [{"from": "user", "value": "hello"}, {"from": "assistant", "value": "fine"}], "tools": ""},
+        "sharegpt",
+        turns(("system", "be kind"), ("user", "hello"), ("assistant", "fine")),
+    ),
+    (
+        {"conversations": [{"from": "system", "value": "be kind"}, {"from": "human", "value": "hello"}, {"from": "gpt", "value": "fine"}]},
+        "sharegpt",
+        turns(("system", "be kind"), ("user", "hello"), ("assistant", "fine")),
+    ),
+    ({"instruction": "hello", "input": "", "output": "fine"}, "alpaca", turns(("user", "hello"), ("assistant", "fine"))),
+    ({"instruction": "hello", "output": "fine"}, "alpaca", turns(("user", "hello"), ("assistant", "fine"))),
+    ({"instruction": "how", "input": "are you", "output": "fine"}, "alpaca", turns(("user", "how\nare you"), ("assistant", "fine"))),
+    (
+        {"instruction": "hello", "input": None, "output": "fine", "system": "be kind", "text": "hello fine"},
+        "alpaca",
+        turns(("system", "be kind"), ("user", "hello"), ("assistant", "fine")),
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "form", "messages"), SPELLED)
+def test_other_spellings_of_a_conversation(write_rows: Any, row: dict[str, Any], form: Form, messages: list[Any]) -> None:
+    path = write_rows([row])
+    assert form_of((path,), "auto") == form
+    assert [sample.content for sample in read(path)] == [Conversation(messages)]
+
+
+@pytest.mark.parametrize(("row", "form", "messages"), SPELLED)
+def test_whatever_the_spelling_the_same_tokens_are_trained(write_rows: Any, chatml: Any, tmp_path: Path, row: Any, form: Form, messages: Any) -> None:
+    def made(rows: list[Any], name: str) -> tuple[list[int], list[bool]]:
+        write_rows(rows, name)
+        job = Job.model_validate({"model": {"name": "x"}, "data": {"train": name}, "batch": {"seq_len": 64}})
+        ids, trained = prepare(job, chatml, tmp_path, tmp_path / f"{name}.prepared").train.sample(0)
+        return ids.tolist(), trained.tolist()
+
+    found, expected = made([row], "row.jsonl"), made([{"messages": messages}], "messages.jsonl")
+    assert found == expected
+    assert any(found[1])
+
+
+def encoded(tokenizer: Any, content: Any, form: Form = "prompt_completion") -> Encoded:
+    found = encoder(tokenizer, form)(Sample("here", content))
+    assert isinstance(found, Encoded), found
+    return found
+
+
+# 0 he llo   2 _how _are   4 _you </s>
+def test_a_pair_is_text_trained_from_the_completion_to_the_end_of_text(mistral: Any, write_rows: Any) -> None:
+    path = write_rows([{"prompt": "hello how are", "completion": " you"}])
+    (sample,) = read(path)
+    assert sample.content == Pair("hello how are", " you")
+    found = encoded(mistral, sample.content)
+    assert found.trained.nonzero()[0].tolist() == [len(found.ids) - 2, len(found.ids) - 1]
+    assert mistral.decode(found.ids) == "hello how are you</s>"
+
+
+def test_a_token_across_the_border_of_a_pair_is_trained(chatml: Any) -> None:
+    found = encoded(chatml, Pair("how a", "re you"))
+    assert chatml.decode(found.ids[found.trained]) == " are you<|im_end|>"
+
+
+def test_the_end_of_text_of_a_pair_is_trained_where_the_tokenizer_puts_it(mistral: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    ids = [(token, mistral.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    backend = mistral.backend_tokenizer
+    before = backend.post_processor
+    backend.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=ids)
+    try:
+        found = encoded(mistral, Pair("hello", " fine"))
+    finally:
+        backend.post_processor = before
+    assert mistral.decode(found.ids) == "<s>hello fine</s>"
+    assert mistral.decode(found.ids[found.trained]) == " fine</s>"
+
+
+def test_answers_in_the_prompt_are_not_trained(chatml: Any, write_rows: Any, talk: Any) -> None:
+    path = write_rows([{"prompt": talk("hello", "fine thanks", "how are you"), "completion": turns(("assistant", "bye now"))}])
+    (sample,) = read(path)
+    found = encoded(chatml, sample.content)
+    assert chatml.decode(found.ids) == chatml.apply_chat_template(talk("hello", "fine thanks", "how are you", "bye now"), tokenize=False)
+    assert chatml.decode(found.ids[found.trained]) == "bye now<|im_end|>"
+
+
+MARKED = """{%- for m in messages -%}
+{%- if m['role'] == 'assistant' -%}{{ 'A:' }}{%- generation -%}{{ m['content'] + '<|im_end|>' }}{%- endgeneration -%}
+{%- else -%}{{ 'U:' + m['content'] }}{%- endif -%}{%- endfor -%}"""
+
+
+def test_answers_in_the_prompt_are_not_trained_where_the_template_marks_them(styled: Any, talk: Any) -> None:
+    tokenizer = styled("chatml", MARKED)
+    found = encoded(tokenizer, Conversation(talk("hello", "fine thanks", "how", "bye now"), num_given=3))
+    assert tokenizer.decode(found.ids[found.trained]) == "bye now<|im_end|>"
+
+
+def test_pairs_need_no_template_and_lists_of_messages_do(styled: Any, talk: Any) -> None:
+    bare = styled("chatml", None)
+    assert encoded(bare, Pair("hello", " fine")).num_trained
+    found = encoder(bare, "prompt_completion")(Sample("a.jsonl:3", Conversation(talk("hello", "fine"), 1)))
+    assert isinstance(found, list)
+    assert found[0].where == "a.jsonl:3"
+    assert "no chat template" in found[0].what
+    with pytest.raises(InputError, match="no chat template"):
+        encoder(bare, "alpaca")
+
+
+FAULTS: list[tuple[Form, dict[str, Any], str]] = [
+    ("alpaca", {"instruction": "x"}, "no `output` in the row; its keys: instruction"),
+    ("alpaca", {"instruction": 3, "output": "y"}, "`instruction` is a number, not a string"),
+    ("alpaca", {"instruction": " ", "output": "y"}, "`instruction` is empty"),
+    ("alpaca", {"instruction": "x", "output": None}, "`output` is null, not a string"),
+    ("alpaca", {"instruction": "x", "output": ""}, "`output` is empty"),
+    ("alpaca", {"instruction": "x", "input": ["z"], "output": "y"}, "`input` is a list, not a string"),
+    ("alpaca", {"instruction": "x", "output": "y", "history": [["a", "b"]]}, "`history` is given"),
+    ("alpaca", {"instruction": "x", "output": "y", "system": 1}, "`system` is a number"),
+    ("sharegpt", {"conversations": None}, "`conversations` is null, not a list"),
+    ("sharegpt", {"conversations": []}, "`conversations` is empty"),
+    ("sharegpt", {"conversations": ["x"]}, "`conversations[0]` is a string, not an object"),
+    ("sharegpt", {"conversations": [{"value": "x"}]}, "`conversations[0]` has no `from`\n"),
+    ("sharegpt", {"conversations": [{"role": "user", "content": "x"}]}, "`role` and `content` are the messages form: name the field `messages`"),
+    ("sharegpt", {"conversations": [{"from": "gpt"}]}, "`conversations[0]` has no `value`"),
+    ("sharegpt", {"conversations": [{"from": "gpt", "value": 1}]}, "`conversations[0].value` is a number"),
+    ("sharegpt", {"conversations": [{"from": "gpt", "value": " "}]}, "`conversations[0].value` is empty: the assistant would learn to say nothing"),
+    ("sharegpt", {"conversations": [{"from": "function_call", "value": "x"}]}, "training on tools comes later"),
+    ("sharegpt", {"conversations": [{"from": "GPT", "value": "x"}]}, "did you mean 'gpt'"),
+    ("sharegpt", {"conversations": [{"from": "bot", "value": "x"}]}, "did you mean 'assistant'"),
+    ("sharegpt", {"conversations": [{"from": "human", "value": "x"}]}, "no assistant turn: nothing to train"),
+    ("sharegpt", {"conversations": [{"from": "gpt", "value": "x"}], "tools": "[{}]"}, "`tools` are given"),
+    ("prompt_completion", {"prompt": "x"}, "no `completion` in the row"),
+    ("prompt_completion", {"prompt": None, "completion": "y"}, "`prompt` is null, not a string"),
+    ("prompt_completion", {"prompt": "x", "completion": ""}, "`completion` is empty"),
+    ("prompt_completion", {"prompt": "x", "completion": []}, "`prompt` is a string and `completion` is a list"),
+    ("prompt_completion", {"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "user", "content": "y"}]}, "no assistant turn"),
+    ("prompt_completion", {"prompt": [{"role": "user"}], "completion": []}, "`prompt[0]` has no `content`"),
+    ("text", {"text": "x", "rejected": 1, "chosen": 2}, "rows of the preference form"),
+]
+
+
+@pytest.mark.parametrize(("form", "row", "expected"), FAULTS)
+def test_faults_name_the_key_and_the_line(write_rows: Any, form: Form, row: dict[str, Any], expected: str) -> None:
+    path = write_rows([row])
+    with pytest.raises(InputError) as error:
+        read(path, form)
+    assert expected in str(error.value)
+    assert f"{path}:1" in str(error.value)
+
+
+def test_forms_are_not_mixed_and_every_place_is_named(write_rows: Any, talk: Any) -> None:
+    path = write_rows([{"messages": talk("hello", "fine")}, {"instruction": "x", "output": "y"}, {"text": "z"}, {"text": "z"}])
+    with pytest.raises(InputError) as error:
+        read(path)
+    assert re.findall(r"it looks like the (\w+) form", str(error.value)) == ["alpaca", "text"]
+    assert f"where  {path}:3, {path}:4" in str(error.value)
+
+
+def test_every_form_is_in_the_job_and_its_example_is_of_the_form() -> None:
+    from typing import get_args
+
+    from pentamesh.job.job import Data
+
+    assert set(FORMS) == set(get_args(Data.model_fields["form"].annotation)) - {"auto"} == set(get_args(Form))
+    for form, shape in FORMS.items():
+        assert not isinstance(shape.read(json.loads(shape.example), "here"), list)
+        assert all(key in json.loads(shape.example) for key in shape.keys), form
+
+
+def test_real_alpaca_and_sharegpt_rows(shared: Path) -> None:
+    assert len(read(shared / "data/instruct/self_instruct_alpaca_427.json")) == 427
+    with pytest.raises(InputError, match=r"training on tools comes later|`tools` are given"):
+        read(shared / "data/chat/glaive_toolcall_sharegpt_300.json")
+    with pytest.raises(InputError, match="preference"):
+        read(shared / "data/preference/dpo_en_sharegpt_300.json")
