@@ -24,20 +24,23 @@ class Efficiency:
     attention   of the dense peak, counting the causal half only
     memory      of the memory's bandwidth, for norms, rotations, activations, loss and optimizer
     launch_s    host time of one eager operation
+    rounding    bytes per element that the optimizer reads and writes when it rounds stochastically
     """
 
     matmul: float
     attention: float
     memory: float
     launch_s: float
+    rounding: float
 
 
 EFFICIENCY = {
     # Best shapes reach 0.73-0.80 of the bf16 peak (A100, H100, B200; stas00/ml-engineering), sustained ones 0.55 (GB200, Azure). Attention:
     # FlashAttention-2, 180 of 312 TFLOP/s on A100, 328 of 989 on H100. Memory: BabelStream 0.86-0.95. Launch: 5-10 us an eager operation.
-    "cuda": Efficiency(matmul=0.62, attention=0.35, memory=0.85, launch_s=6e-6),
-    # A two-process 135 M fine-tune on two cores ran at 0.77 of the fp32 GEMM peak, 0.56 of the bf16 one.
-    "cpu": Efficiency(matmul=0.75, attention=0.3, memory=0.7, launch_s=5e-6),
+    # Rounding: counted, operand by operand.
+    "cuda": Efficiency(matmul=0.62, attention=0.35, memory=0.85, launch_s=6e-6, rounding=354),
+    # A two-process 135 M fine-tune on two cores ran at 0.77 of the fp32 GEMM peak, 0.56 of the bf16 one. Rounding: 5.5 ns an element and core.
+    "cpu": Efficiency(matmul=0.75, attention=0.3, memory=0.7, launch_s=5e-6, rounding=154),
 }
 # Reads and writes per byte that autograd saves, eager kernels, forward and backward together; a third of them forward. An estimate.
 TRAFFIC_PER_SAVED_BYTE = 8
@@ -108,9 +111,11 @@ def _head_s(held: Holding, precision: Precision, batch: Batch, device: Device) -
 
 
 def _optimizer_s(held: Holding, precision: Precision, device: Device) -> float:
-    """AdamW reads gradient, weight and state and writes weight and state: bound by memory."""
+    """AdamW reads gradient, weight and state and writes weight and state: bound by memory. Stochastic rounding is not fused."""
     width = widths(precision, held.layout, held.method)
     updated = held.stage_numel(Role.STATE, 0, trained=True)
+    if precision.stochastic_rounding:
+        return updated * EFFICIENCY[device.kind].rounding / (device.memory_bytes_per_s * EFFICIENCY[device.kind].memory)
     casts = (ITEMSIZE[precision.weight] + ITEMSIZE[precision.compute]) * updated if precision.weight != precision.compute else 0
     traffic = updated * (2 * width.weight + width.gradient + 2 * width.state) + casts
     return traffic / (device.memory_bytes_per_s * EFFICIENCY[device.kind].memory)

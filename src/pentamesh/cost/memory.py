@@ -12,13 +12,15 @@ from pentamesh.cost import activations
 from pentamesh.cost.holding import NF4_BYTES, Holding, states
 from pentamesh.cost.needs import Memory, Range, Stage, Verdict
 from pentamesh.job.job import Batch
-from pentamesh.job.precision import ITEMSIZE, Precision
+from pentamesh.job.precision import ITEMSIZE, ROUNDED_AT_ONCE, Precision
 from pentamesh.layout.policy import Policy
 from pentamesh.model.roles import Role
 
 __all__ = ["memory", "verdict"]
 
 GIB = 2**30
+# Float32-sized copies of a piece that are alive when it is rounded: weight, gradient, two moments, the root, noise, and 16 bits of it twice over.
+ROUNDING_COPIES = 8
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class _Rank:
     precision: Precision
     batch: Batch
     stage: int
+    kind: str
 
     def moments(self) -> tuple[_Moment, ...]:
         return (self._loss(), self._block_backward(), self._end_of_backward(), self._update())
@@ -225,8 +228,9 @@ class _Rank:
         return _Moment(**self._states(gradients=True), working=working)
 
     def _update(self) -> _Moment:
-        """Fused AdamW makes no temporaries; stochastic rounding works on one tensor at a time, in float32 (value and noise)."""
-        rounding = 2 * ITEMSIZE["float32"] * self.held.largest_tensor_numel if self.precision.stochastic_rounding else 0
+        """Fused AdamW makes no temporaries; stochastic rounding has a piece of weight, gradient and moments in float32, a root, and its noise."""
+        piece = min(self.held.largest_tensor_numel, ROUNDED_AT_ONCE[self.kind])
+        rounding = ROUNDING_COPIES * ITEMSIZE["float32"] * piece if self.precision.stochastic_rounding else 0
         return _Moment(**self._states(gradients=True), working=rounding)
 
 
@@ -236,7 +240,7 @@ def memory(held: Holding, policy: Policy, precision: Precision, batch: Batch, *,
     `states_bytes` is exact. The interval of the peak comes from `Overhead`; parts are those of the expected peak and add up to it.
     """
     overhead = OVERHEAD[kind] if held.model.kept is None else replace(OVERHEAD[kind], unsure=ESTIMATED)
-    stages = [_stage(_Rank(held, policy, precision, batch, stage), overhead) for stage in range(held.layout.mesh.pp)]
+    stages = [_stage(_Rank(held, policy, precision, batch, stage, kind), overhead) for stage in range(held.layout.mesh.pp)]
     fullest = max(stages, key=lambda s: s.peak_bytes.expected)
     return Memory(usable_bytes, fullest.peak_bytes, max(s.states_bytes for s in stages), fullest.parts_bytes, tuple(stages))
 

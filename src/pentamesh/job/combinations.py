@@ -126,9 +126,6 @@ def untrainable(job: Job) -> Iterator[Conflict]:
         yield Conflict(("training",), "nothing says how long to train", "add training.steps or training.epochs")
     if job.method in ("lora", "qlora"):
         yield Conflict(("method",), f"method = {job.method} is planned but not trained yet", "use method: full, or only plan it")
-    if job.precision == "bf16-pure":
-        hint = "use precision: bf16 (fp32 masters) or fp32, or only plan it"
-        yield Conflict(("precision",), "precision = bf16-pure is planned but not trained yet", hint)
     layout = job.layout
     for axis in ("tensor", "pipeline", "context", "expert"):
         if (degree := getattr(layout, axis) or 1) > 1:
