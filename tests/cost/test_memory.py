@@ -39,6 +39,7 @@ def test_parts_add_up_to_the_expected_peak(layout: Layout, kind: str) -> None:
 def test_levers() -> None:
     lean = peak().peak_bytes.expected
     assert peak(policy=replace(LEAN, recompute="none")).peak_bytes.expected > lean + 20e9  # 32 blocks of 25 copies of the stream
+    assert lean + 8e9 < peak(policy=replace(LEAN, recompute="selective")).peak_bytes.expected < lean + 14e9  # 12 copies of it
     assert peak(policy=replace(LEAN, reshard=False)).peak_bytes.expected > lean + 10e9  # 2 bytes of every parameter
     assert peak(policy=replace(LEAN, reduce="once")).peak_bytes.expected > lean + 25e9  # 4 bytes of every parameter
     assert peak(precision="bf16-pure").peak_bytes.expected < lean - 6e9
@@ -60,8 +61,9 @@ def test_verdict() -> None:
 
 def test_recompute_adds_a_forward_of_the_blocks() -> None:
     held, device = Holding(MODEL, FULL), read_hardware("8xH100").device
-    plain, again = (work(held, replace(LEAN, recompute=r), PRECISIONS["bf16"], Batch(), device) for r in ("none", "full"))
-    assert again.forward_s == plain.forward_s
+    plain, partly, again = (work(held, replace(LEAN, recompute=r), PRECISIONS["bf16"], Batch(), device) for r in ("none", "selective", "full"))
+    assert again.forward_s == plain.forward_s == partly.forward_s
+    assert 0.1 * plain.forward_s < partly.backward_s - plain.backward_s < 0.4 * plain.forward_s
     assert 0.85 * plain.forward_s < again.backward_s - plain.backward_s < plain.forward_s
 
 

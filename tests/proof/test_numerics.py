@@ -25,7 +25,9 @@ def test_float64(case: tuple[str, str, int, int], record_proof) -> None:
     record_proof("equal to one process, float64", runs=1, worst_relative_error=max(errors.values()))
 
 
-@pytest.mark.parametrize("policy", [{"recompute": "full"}, {"reshard": False, "keep_gathered": True}, {"reduce": "each"}], ids=str)
+@pytest.mark.parametrize(
+    "policy", [{"recompute": "full"}, {"recompute": "selective"}, {"reshard": False, "keep_gathered": True}, {"reduce": "each"}], ids=str
+)
 @pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
 def test_policies(strategy: str, policy: dict[str, object]) -> None:
     if strategy == "ddp" and "keep_gathered" in policy:

@@ -167,7 +167,7 @@ class _Rank:
         if self.held.is_adapted:
             return self._dequantised()
         if self.held.layout.shard == "none" and self.precision.compute != self.precision.weight:
-            if self.policy.recompute == "full":
+            if self.policy.recompute != "none":
                 return self._parameters("root", self._compute) + self._parameters("block", self._compute)
             return self._parameters("stage", self._compute)
         return self._masters()
@@ -182,22 +182,20 @@ class _Rank:
     def _activations(self) -> int:
         """Activations of all micro-batches in flight: one, or under 1F1B as many as there are stages from here on."""
         model, layout, compute = self.held.model, self.held.layout, self.precision.compute
-        saved = activations.block if self.policy.recompute == "none" else activations.block_input
         layers = self.held.stage_num_layers(self.stage)
         in_flight = min(self.policy.grad_accum, layout.mesh.pp - self.stage)
         once = self._saved(activations.head(model, layout, *self._shape, compute)) if self._is_last else 0
-        return in_flight * layers * self._saved(saved(model, layout, *self._shape, compute)) + once
+        each = self._saved(activations.kept(model, layout, *self._shape, compute, self.policy.recompute))
+        return in_flight * layers * each + once
 
     def _block_working_set(self) -> int:
-        """What the backward of one block adds: its saved tensors again when recomputed, and the gradients of its widest part.
+        """What the backward of one block adds: what it computes again, and the gradients of its widest part.
 
         In the MLP three ffn-wide gradients are alive at once (of the product, the activated gate and up), beside those of stream and norm.
         """
         model, compute = self.held.model, self._compute
         tokens = activations.local_tokens(self.held.layout, *self._shape)
-        again = (
-            self._saved(activations.block(model, self.held.layout, *self._shape, self.precision.compute)) if self.policy.recompute == "full" else 0
-        )
+        again = self._saved(activations.again(model, self.held.layout, *self._shape, self.precision.compute, self.policy.recompute))
         return again + tokens * (3 * compute * model.ffn // self.held.layout.mesh.tp + (2 * compute + ITEMSIZE["float32"]) * model.hidden)
 
     # Moments

@@ -145,7 +145,7 @@ def _by_readiness(model: ModelSpec) -> list[TensorSpec]:
 def _activations(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, seq: int) -> Iterator[Crossing]:
     mesh, itemsize = layout.mesh, ITEMSIZE[precision.compute]
     times = policy.grad_accum
-    again = times if policy.recompute == "full" else 0
+    again = times if policy.recompute != "none" else 0
     stream = activation("residual", model, layout, policy.micro_batch, seq, ("hidden",))
     sublayers = [s for s in model.sublayers if s.layer % mesh.pp == 0]
     for sublayer in sublayers:
@@ -178,7 +178,7 @@ def _attention(model: ModelSpec, layout: Layout, policy: Policy, itemsize: int, 
     mesh, times = layout.mesh, policy.grad_accum
     if mesh.cp == 1:
         return
-    again = times if policy.recompute == "full" else 0
+    again = times if policy.recompute != "none" else 0
     keys = activation("keys", model, layout, policy.micro_batch, seq, ("kv_heads",), sequence="kv_seq")
     if layout.context == "ring":
         block = 2 * split(keys, Role.ATTEND, layout).max_local_numel * itemsize

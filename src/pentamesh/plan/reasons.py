@@ -49,6 +49,9 @@ def why_not(p: Prediction, chosen: Prediction) -> str:
     return "as fast, and more machinery"
 
 
+_RECOMPUTED = {"none": "", "selective": ", norms and activation functions twice", "full": ", blocks twice forward"}
+
+
 def _rank(p: Prediction) -> str:
     return "GPU" if p.hardware.device.kind == "cuda" else "process"
 
@@ -57,7 +60,7 @@ def _waits(p: Prediction) -> str:
     exposed = p.time.exposed_communication_s
     if exposed > 0.2 * p.time.step_s.expected:
         return f"{format_seconds(exposed)} a step waiting for communication"
-    return f"{format_seconds(p.time.compute_s)} a step computing" + (", blocks twice forward" if p.policy.recompute == "full" else "")
+    return f"{format_seconds(p.time.compute_s)} a step computing" + _RECOMPUTED[p.policy.recompute]
 
 
 def _states(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
@@ -97,13 +100,13 @@ def _bytes_a_parameter(p: Prediction) -> str:
 
 
 def _recompute(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
-    other = "full" if chosen.policy.recompute == "none" else "none"
-    twins = [p for p in found if p.held.layout == chosen.held.layout and p.policy.recompute == other]
+    twins = [p for p in found if p.held.layout == chosen.held.layout and p.policy.recompute == "none"]
     if not twins or chosen.policy.recompute == "none":
         return
     kept = format_bytes(min(p.memory.peak_bytes.expected for p in twins))
     again = format_bytes(chosen.memory.peak_bytes.expected)
-    yield f"blocks are computed again in backward: with their activations kept a {_rank(chosen)} needs {kept}, with them recomputed {again}"
+    what = "blocks are" if chosen.policy.recompute == "full" else "blocks but for matmuls and attention are"
+    yield f"{what} computed again in backward: with their activations kept a {_rank(chosen)} needs {kept}, with them recomputed {again}"
 
 
 def _speed(p: Prediction) -> Iterator[str]:

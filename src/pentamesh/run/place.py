@@ -26,6 +26,7 @@ from pentamesh.layout.split import Split, split
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
+from pentamesh.run.recompute import recompute
 from pentamesh.run.world import World
 
 __all__ = ["Filler", "build", "check", "local", "place", "torch_dtype"]
@@ -65,8 +66,7 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     Raises Drift when a parameter's shape, placement or dtype is not the plan's.
     """
     built = build(model, torch_dtype(precision.weight))
-    if policy.recompute == "full":
-        built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute(built, policy)
     sharded = Role.STATE in SHARDED_KINDS[layout.shard]
     if sharded:
         _fully_shard(built, model, policy, precision, world)
