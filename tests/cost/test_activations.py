@@ -62,7 +62,7 @@ def allocated_bytes(model_type: str, dtype: str, layers: int, recompute: str) ->
 
     config = transformers.AutoConfig.for_model(model_type, **CONFIG | {"num_hidden_layers": layers})
     built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(getattr(torch, dtype)).train()
-    set_up(built, Policy(recompute=recompute))  # type: ignore[arg-type]
+    set_up(built, Policy(recompute=recompute), torch.device("cpu"))  # type: ignore[arg-type]
     ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
     built.model(ids, use_cache=False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiler:
@@ -80,6 +80,31 @@ def test_a_checkpointed_block_keeps_what_is_listed(model_type: str, recompute: A
     assert model is not None
     of_one_block = allocated_bytes(model_type, dtype, 3, recompute) - allocated_bytes(model_type, dtype, 2, recompute)
     assert local_bytes(kept(model, Layout(), BATCH, SEQ, dtype, recompute), Layout()) == of_one_block
+
+
+def test_what_leaves_the_gpu_is_the_input_of_each_block() -> None:
+    """Hooks around torch's checkpoint, where offloading has them, see what a block keeps and nothing else: no weights, nothing twice."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from pentamesh.layout.policy import Policy
+    from pentamesh.run.recompute import recompute
+
+    config = transformers.AutoConfig.for_model("qwen3", **CONFIG)
+    built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    recompute(built, Policy(recompute="full", offload=True), torch.device("cpu"))
+    block, seen = built.model.layers[1], []
+
+    def keep(tensor):
+        seen.append(tensor.nbytes)
+        return tensor
+
+    stream = torch.randn(BATCH, SEQ, CONFIG["hidden_size"], requires_grad=True)
+    rotary = built.model.rotary_emb(stream, torch.arange(SEQ)[None])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(stream, position_embeddings=rotary)
+    model = describe(CONFIG | {"model_type": "qwen3"}, "toy")
+    assert model is not None
+    assert [n for n in seen if n] == [local_bytes(kept(model, Layout(), BATCH, SEQ, "float32", "full"), Layout())]
 
 
 def test_what_is_computed_again_is_the_rest() -> None:

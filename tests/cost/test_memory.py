@@ -46,6 +46,18 @@ def test_levers() -> None:
     assert peak(batch=Batch(seq_len=2048)).peak_bytes.expected < lean
 
 
+def test_offloading_moves_block_inputs_to_the_host() -> None:
+    device, off = read_hardware("8xRTX-5090").device, replace(LEAN, offload=True)
+    inputs = 32 * 4096 * 4096 * 2
+    assert peak(policy=off).host_bytes == inputs
+    assert peak().host_bytes == peak(policy=off, kind="cpu").host_bytes == 0
+    assert peak(policy=off, kind="cpu").peak_bytes == peak(kind="cpu").peak_bytes
+    assert peak().parts_bytes["activations"] - peak(policy=off).parts_bytes["activations"] in (0, inputs * 30 // 32)
+    there, kept = (work(Holding(MODEL, FULL), p, PRECISIONS["bf16"], Batch(), device) for p in (off, LEAN))
+    assert there.forward_s - kept.forward_s == pytest.approx(inputs / 50.4e9, rel=1e-3)  # 0.8 of PCIe5
+    assert there.backward_s - kept.backward_s == pytest.approx(inputs / 50.4e9, rel=1e-3)
+
+
 def test_ddp_keeps_casts_where_nothing_is_recomputed() -> None:
     kept, again = peak(DDP, replace(LEAN, recompute="none")), peak(DDP)
     assert kept.parts_bytes["working"] == 2 * MODEL.num_parameters
@@ -56,6 +68,7 @@ def test_verdict() -> None:
     def with_peak(*peak_bytes: float) -> Memory:
         return Memory(100, Range(*peak_bytes), 50, {})
 
+    assert verdict(replace(with_peak(10, 20, 30), host_bytes=50, host_usable_bytes=40)) == "does_not_fit"
     assert [verdict(with_peak(*p)) for p in ((80, 90, 100), (80, 90, 101), (90, 101, 110))] == ["fits", "at_risk", "does_not_fit"]
 
 

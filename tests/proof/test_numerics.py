@@ -26,7 +26,15 @@ def test_float64(case: tuple[str, str, int, int], record_proof) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [{"recompute": "full"}, {"recompute": "selective"}, {"reshard": False, "keep_gathered": True}, {"reduce": "each"}], ids=str
+    "policy",
+    [
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"recompute": "full", "offload": True},
+        {"reshard": False, "keep_gathered": True},
+        {"reduce": "each"},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
 def test_policies(strategy: str, policy: dict[str, object]) -> None:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from pentamesh.cost import activations
 from pentamesh.cost.holding import Holding, widths
-from pentamesh.job.hardware import Device
+from pentamesh.job.device import Device, host_bytes_per_s
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import DATA_AXES
 from pentamesh.layout.policy import Policy
 from pentamesh.model.roles import Role
 
-__all__ = ["Work", "flop_per_token", "peak_flop_per_s", "tokens_per_step", "work"]
+__all__ = ["Work", "flop_per_token", "offloading_s", "peak_flop_per_s", "tokens_per_step", "work"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,19 @@ def work(held: Holding, policy: Policy, precision: Precision, batch: Batch, devi
     forward_s = max((dear_s + cheap_s + head_s) * FORWARD, forward)
     repeated_s = {"none": 0.0, "selective": cheap_s, "full": dear_s + cheap_s}[policy.recompute]
     backward_s = max((dear_s + cheap_s + head_s) * BACKWARD, 2 * launch_s) + max(repeated_s * FORWARD, again)
-    return Work(forward_s, backward_s, _optimizer_s(held, precision, device))
+    carried_s = offloading_s(held, policy, precision, batch, device)
+    return Work(forward_s + carried_s, backward_s + carried_s, _optimizer_s(held, precision, device))
+
+
+def offloading_s(held: Holding, policy: Policy, precision: Precision, batch: Batch, device: Device) -> float:
+    """Copying a stage's block inputs of one micro-batch to the host, or back. Nothing hides it: copies share the stream that computes.
+
+    Source: torch.autograd.graph.save_on_cpu.
+    """
+    if not policy.offload or device.kind == "cpu":
+        return 0.0
+    kept = activations.kept(held.model, held.layout, batch.micro_batch, batch.seq_len, precision.compute, policy.recompute)
+    return held.stage_num_layers(0) * activations.local_bytes(kept, held.layout) / host_bytes_per_s(device)
 
 
 def _blocks_s(held: Holding, precision: Precision, batch: Batch, device: Device) -> tuple[float, float]:

@@ -27,6 +27,7 @@ def impossible(job: Job, hardware: Hardware | None) -> Iterator[Conflict]:
     yield from _optimizer(job)
     yield from _held_out(job)
     yield from _sharding(job)
+    yield from _offload(job)
     yield from _sequence(job)
     if hardware is not None:
         yield from _devices(job, hardware)
@@ -83,6 +84,14 @@ def _sharding(job: Job) -> Iterator[Conflict]:
     if whole and layout.reshard_after_forward != "auto":
         what = f"reshard_after_forward with shard = {layout.shard}, which gathers no parameters"
         yield Conflict(("layout.reshard_after_forward", "layout.shard"), what, "use shard: parameters, or leave it out")
+
+
+def _offload(job: Job) -> Iterator[Conflict]:
+    kept = job.layout.activation_checkpointing
+    if job.layout.activation_offload and kept in ("none", "selective"):
+        what = f"activation_offload with activation_checkpointing = {kept}: only the inputs of blocks that are wholly recomputed leave the GPU"
+        keys = ("layout.activation_offload", "layout.activation_checkpointing")
+        yield Conflict(keys, what, "use activation_checkpointing: full or auto, or leave activation_offload out")
 
 
 def _sequence(job: Job) -> Iterator[Conflict]:

@@ -126,6 +126,9 @@ class LayoutRequest(Section):
         default="auto",
         description="What blocks compute again in backward instead of keeping it: nothing, all but matmuls and attention, or everything.",
     )
+    activation_offload: bool = Field(
+        default=False, description="Let the inputs of recomputed blocks wait for backward in host memory; implies full activation checkpointing."
+    )
     reshard_after_forward: Literal["auto"] | bool = Field(
         default="auto", description="Full shard: free gathered parameters between forward and backward."
     )

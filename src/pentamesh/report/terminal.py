@@ -94,7 +94,7 @@ _RECOMPUTED = {
 def _layout(plan: Plan) -> str:
     """`dp_shard 8, blocks recomputed, gathered again for backward, reduced each micro-batch`."""
     policy, said = plan.policy, [str(plan.layout.mesh)]
-    said.append(_RECOMPUTED[policy.recompute])
+    said.append(_RECOMPUTED[policy.recompute] + (" from inputs kept on the host" if policy.offload else ""))
     if plan.layout.shard == "parameters":
         gathered = "gathered once a step" if policy.keep_gathered else "gathered again for backward" if policy.reshard else "gathered until backward"
         said.append(f"parameters {gathered}")
@@ -114,6 +114,8 @@ def _memory(plan: Plan) -> Iterator[RenderableType]:
     total = memory.peak_bytes.expected
     table.add_row(Text("expected peak", style=_TITLE), format_bytes(total), _bar(total / memory.usable_bytes))
     yield table
+    if memory.host_bytes:
+        yield Text(f"  in host memory  {format_bytes(memory.host_bytes)} a {_rank(plan)}")
     if len(memory.stages) > 1:
         stages = ", ".join(f"{s.stage}: {format_bytes(s.peak_bytes.expected)}" for s in memory.stages)
         yield Text(f"  by pipeline stage  {stages}")

@@ -66,7 +66,7 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     Raises Drift when a parameter's shape, placement or dtype is not the plan's.
     """
     built = build(model, torch_dtype(precision.weight))
-    recompute(built, policy)
+    recompute(built, policy, world.device)
     sharded = Role.STATE in SHARDED_KINDS[layout.shard]
     if sharded:
         _fully_shard(built, model, policy, precision, world)

@@ -25,9 +25,10 @@ DEAR = [
 ]
 
 
-def recompute(built: PreTrainedModel, policy: Policy) -> None:
-    """Let every block of `built` keep what `policy.recompute` says."""
+def recompute(built: PreTrainedModel, policy: Policy, device: torch.device) -> None:
+    """Let every block of `built` keep what `policy.recompute` says, on its device or under `policy.offload` on the host, which a CPU is already."""
     if policy.recompute == "none":
         return
     dear = {"context_fn": partial(create_selective_checkpoint_contexts, DEAR)} if policy.recompute == "selective" else {}
-    built.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False, **dear})
+    offload = policy.offload and device.type != "cpu"
+    built.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False, **dear}, offload=offload)
