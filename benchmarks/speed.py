@@ -105,7 +105,7 @@ def ours(case: Case, folder: Path, world_of: Callable[[Plan], World]) -> tuple[S
     world, precision = world_of(chosen), PRECISIONS["fp32"]
     module = place(model, chosen.layout, chosen.policy, precision, world, drawn(0, world))
     parameters = parameters_of(module)
-    trainee = Trainee(module, parameters, adamw(parameters, model, chosen.job.optimizer, precision), model, chosen.policy, world)
+    trainee = Trainee(module, parameters, adamw(parameters, model, chosen.job.optimizer, precision, world, 0), model, chosen.policy, world)
     count = iter(range(10**9))
     return lambda: take_step(trainee, micros(world.rank, case.grad_accum, next(count)), 1.0).loss, chosen
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from pentamesh.cost.activations import block, block_input, local_bytes, logits
+from pentamesh.cost.activations import again, block, kept, local_bytes, logits
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.model.families import describe
 
@@ -51,6 +53,72 @@ def test_a_block_saves_what_is_listed(model_type: str, dtype: str) -> None:
     assert local_bytes(block(model, Layout(), BATCH, SEQ, dtype), Layout()) == of_one_block
 
 
+def allocated_bytes(model_type: str, dtype: str, layers: int, recompute: str) -> int:
+    """Bytes that a forward under checkpointing leaves allocated, the state of the random generator that each block puts aside not counted."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from pentamesh.layout.policy import Policy
+    from pentamesh.run.recompute import recompute as set_up
+
+    config = transformers.AutoConfig.for_model(model_type, **CONFIG | {"num_hidden_layers": layers})
+    built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(getattr(torch, dtype)).train()
+    set_up(built, Policy(recompute=recompute), torch.device("cpu"))  # type: ignore[arg-type]
+    ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    built.model(ids, use_cache=False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiler:
+        output = built.model(ids, use_cache=False)
+    assert output.last_hidden_state.requires_grad
+    changes = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return sum(changes) - layers * torch.get_rng_state().nbytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_a_checkpointed_block_keeps_what_is_listed(model_type: str, recompute: Any, dtype: str) -> None:
+    model = describe(CONFIG | {"model_type": model_type}, "toy")
+    assert model is not None
+    of_one_block = allocated_bytes(model_type, dtype, 3, recompute) - allocated_bytes(model_type, dtype, 2, recompute)
+    assert local_bytes(kept(model, Layout(), BATCH, SEQ, dtype, recompute), Layout()) == of_one_block
+
+
+def test_what_leaves_the_gpu_is_the_input_of_each_block() -> None:
+    """Hooks around torch's checkpoint, where offloading has them, see what a block keeps and nothing else: no weights, nothing twice."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from pentamesh.layout.policy import Policy
+    from pentamesh.run.recompute import recompute
+
+    config = transformers.AutoConfig.for_model("qwen3", **CONFIG)
+    built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    recompute(built, Policy(recompute="full", offload=True), torch.device("cpu"))
+    block, seen = built.model.layers[1], []
+
+    def keep(tensor):
+        seen.append(tensor.nbytes)
+        return tensor
+
+    stream = torch.randn(BATCH, SEQ, CONFIG["hidden_size"], requires_grad=True)
+    rotary = built.model.rotary_emb(stream, torch.arange(SEQ)[None])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(stream, position_embeddings=rotary)
+    model = describe(CONFIG | {"model_type": "qwen3"}, "toy")
+    assert model is not None
+    assert [n for n in seen if n] == [local_bytes(kept(model, Layout(), BATCH, SEQ, "float32", "full"), Layout())]
+
+
+def test_what_is_computed_again_is_the_rest() -> None:
+    model = describe(CONFIG | {"model_type": "qwen3"}, "toy")
+    assert model is not None
+    sizes = {r: local_bytes(again(model, Layout(), BATCH, SEQ, "bfloat16", r), Layout()) for r in ("none", "selective", "full")}
+    assert sizes["none"] == 0
+    assert sizes["full"] == local_bytes(block(model, Layout(), BATCH, SEQ, "bfloat16"), Layout())
+    there = local_bytes(
+        tuple(s for s in kept(model, Layout(), BATCH, SEQ, "bfloat16", "selective") if s in block(model, Layout(), BATCH, SEQ, "bfloat16")), Layout()
+    )
+    assert sizes["selective"] == sizes["full"] - there
+
+
 def test_tensor_and_context_cut_activations() -> None:
     model = describe(CONFIG | {"model_type": "llama"}, "toy")
     assert model is not None
@@ -64,4 +132,4 @@ def test_tensor_and_context_cut_activations() -> None:
     assert whole / 2 < size(Layout(Mesh(tp=2))) < whole  # the residual stream stays whole
     assert size(Layout(Mesh(tp=2), sequence_parallel=True)) < size(Layout(Mesh(tp=2)))
     assert local_bytes(logits(model, Layout(Mesh(tp=2)), BATCH, SEQ), Layout(Mesh(tp=2))) == 12 * BATCH * SEQ * 16
-    assert local_bytes(block_input(model, Layout(), BATCH, SEQ, "bfloat16"), Layout()) == 2 * BATCH * SEQ * 64
+    assert local_bytes(kept(model, Layout(), BATCH, SEQ, "bfloat16", "full"), Layout()) == 2 * BATCH * SEQ * 64

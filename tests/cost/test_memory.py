@@ -39,10 +39,23 @@ def test_parts_add_up_to_the_expected_peak(layout: Layout, kind: str) -> None:
 def test_levers() -> None:
     lean = peak().peak_bytes.expected
     assert peak(policy=replace(LEAN, recompute="none")).peak_bytes.expected > lean + 20e9  # 32 blocks of 25 copies of the stream
+    assert lean + 8e9 < peak(policy=replace(LEAN, recompute="selective")).peak_bytes.expected < lean + 14e9  # 12 copies of it
     assert peak(policy=replace(LEAN, reshard=False)).peak_bytes.expected > lean + 10e9  # 2 bytes of every parameter
     assert peak(policy=replace(LEAN, reduce="once")).peak_bytes.expected > lean + 25e9  # 4 bytes of every parameter
     assert peak(precision="bf16-pure").peak_bytes.expected < lean - 6e9
     assert peak(batch=Batch(seq_len=2048)).peak_bytes.expected < lean
+
+
+def test_offloading_moves_block_inputs_to_the_host() -> None:
+    device, off = read_hardware("8xRTX-5090").device, replace(LEAN, offload=True)
+    inputs = 32 * 4096 * 4096 * 2
+    assert peak(policy=off).host_bytes == inputs
+    assert peak().host_bytes == peak(policy=off, kind="cpu").host_bytes == 0
+    assert peak(policy=off, kind="cpu").peak_bytes == peak(kind="cpu").peak_bytes
+    assert peak().parts_bytes["activations"] - peak(policy=off).parts_bytes["activations"] in (0, inputs * 30 // 32)
+    there, kept = (work(Holding(MODEL, FULL), p, PRECISIONS["bf16"], Batch(), device) for p in (off, LEAN))
+    assert there.forward_s - kept.forward_s == pytest.approx(inputs / 50.4e9, rel=1e-3)  # 0.8 of PCIe5
+    assert there.backward_s - kept.backward_s == pytest.approx(inputs / 50.4e9, rel=1e-3)
 
 
 def test_ddp_keeps_casts_where_nothing_is_recomputed() -> None:
@@ -55,13 +68,15 @@ def test_verdict() -> None:
     def with_peak(*peak_bytes: float) -> Memory:
         return Memory(100, Range(*peak_bytes), 50, {})
 
+    assert verdict(replace(with_peak(10, 20, 30), host_bytes=50, host_usable_bytes=40)) == "does_not_fit"
     assert [verdict(with_peak(*p)) for p in ((80, 90, 100), (80, 90, 101), (90, 101, 110))] == ["fits", "at_risk", "does_not_fit"]
 
 
 def test_recompute_adds_a_forward_of_the_blocks() -> None:
     held, device = Holding(MODEL, FULL), read_hardware("8xH100").device
-    plain, again = (work(held, replace(LEAN, recompute=r), PRECISIONS["bf16"], Batch(), device) for r in ("none", "full"))
-    assert again.forward_s == plain.forward_s
+    plain, partly, again = (work(held, replace(LEAN, recompute=r), PRECISIONS["bf16"], Batch(), device) for r in ("none", "selective", "full"))
+    assert again.forward_s == plain.forward_s == partly.forward_s
+    assert 0.1 * plain.forward_s < partly.backward_s - plain.backward_s < 0.4 * plain.forward_s
     assert 0.85 * plain.forward_s < again.backward_s - plain.backward_s < plain.forward_s
 
 

@@ -176,6 +176,10 @@ ONE_ERROR = {
         "model: m\nlayout:\n  data: 8\n  replicate: 3\nbatch:\n  global_batch: 8\n",
         ("replicate = 3 does not divide data = 8", "job.yaml:4 layout.replicate", "use replicate = 1, 2, 4 or 8"),
     ),
+    "offloading of what stays": (
+        "model: m\nlayout:\n  activation_offload: true\n  activation_checkpointing: selective\n",
+        ("activation_offload with activation_checkpointing = selective: only the inputs", "job.yaml:3 layout.activation_offload", "full or auto"),
+    ),
     "resharding of nothing": (
         "model: m\nlayout:\n  shard: none\n  reshard_after_forward: true\n",
         ("reshard_after_forward with shard = none", "job.yaml:4 layout.reshard_after_forward", "use shard: parameters"),

@@ -17,7 +17,7 @@ from pentamesh.plan.search import CLOSE, judged, plan
 GB = 1e9
 
 
-def planned(model: str, on: str, **job) -> Plan:
+def planned(model: str, on: str | dict[str, object], **job) -> Plan:
     whole = Job(**{"model": {"name": model}, "batch": {"global_batch": 128}} | job)
     return plan(whole, read_model(model), read_hardware(on))
 
@@ -106,6 +106,28 @@ def test_what_the_user_fixes_is_judged() -> None:
     assert not kept.policy.reshard
     recomputed = planned("llama-3.2-1b", "8xH100", layout={"activation_checkpointing": "full"})
     assert recomputed.policy.recompute == "full"
+
+
+def test_activations_wait_in_host_memory() -> None:
+    """What it frees, costs and needs is said; nothing on a CPU, and no more than the host has."""
+    asked = {"batch": {"global_batch": 16, "seq_len": 32768}, "layout": {"activation_offload": True}}
+    found = planned("llama-3.1-8b", "8xH100", **asked)
+    assert (found.policy.recompute, found.policy.offload) == ("full", True)
+    assert any(r.startswith("inputs of blocks wait for backward in host memory: 8.59 GB a GPU, and 1.36 s a step") for r in found.reasons)
+    small = planned("llama-3.1-8b", {"gpus": 8, "gpu": "H100", "host_ram": "32 GB"}, **asked)
+    assert small.verdict == "does_not_fit"
+    on_cpu = planned("smollm2-135m", "2xCPU", batch={"global_batch": 4, "seq_len": 512}, layout={"activation_offload": True})
+    assert any("changes nothing on a CPU" in r for r in on_cpu.reasons)
+    assert on_cpu.memory.host_bytes == 0
+
+
+def test_what_is_recomputed_is_as_little_as_fits() -> None:
+    lengths = {4096: "none", 8192: "selective", 16384: "full"}
+    for seq_len, wanted in lengths.items():
+        found = planned("llama-3.1-8b", "8xH100", batch={"global_batch": 16, "seq_len": seq_len}, layout={"shard": "parameters"})
+        assert found.policy.recompute == wanted, seq_len
+        others = {a.layout["recompute"] for a in found.alternatives if a.layout["strategy"] == "full_shard"}
+        assert others == {"none", "selective", "full"} - {wanted}
 
 
 def test_all_five_axes_are_judged_by_arithmetic() -> None:

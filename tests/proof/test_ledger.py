@@ -25,6 +25,7 @@ CASES = [
     ("llama", "full_shard", 4, 4, {"reshard": False}),
     ("llama", "full_shard", 4, 4, {"reshard": False, "keep_gathered": True}),
     ("llama", "full_shard", 3, 1, {"recompute": "full"}),
+    ("qwen3", "full_shard", 3, 1, {"recompute": "selective"}),
     ("llama-untied", "full_shard", 4, 1, {}),
     ("qwen2", "full_shard", 4, 1, {}),
     ("qwen3", "full_shard", 4, 1, {}),

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pentamesh.run.verify import compare
+from pentamesh.run.verify import compare, errors, outcome
+from pentamesh.run.worlds import run_world
 from tests.proof.toys import trial
 
 CASES = [
@@ -24,7 +25,17 @@ def test_float64(case: tuple[str, str, int, int], record_proof) -> None:
     record_proof("equal to one process, float64", runs=1, worst_relative_error=max(errors.values()))
 
 
-@pytest.mark.parametrize("policy", [{"recompute": "full"}, {"reshard": False, "keep_gathered": True}, {"reduce": "each"}], ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"recompute": "full", "offload": True},
+        {"reshard": False, "keep_gathered": True},
+        {"reduce": "each"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
 def test_policies(strategy: str, policy: dict[str, object]) -> None:
     if strategy == "ddp" and "keep_gathered" in policy:
@@ -51,3 +62,19 @@ def test_bf16_is_the_same_arithmetic_everywhere(strategy: str) -> None:
     """bf16 compute with fp32 masters: the layout adds no rounding of its own beyond the order of fp32 sums."""
     errors = compare(replace(trial("llama", strategy, 4, 4), precision="bf16"))
     assert errors["first_gradient"] < 1e-6, errors
+
+
+def test_bf16_pure_is_rounded_alike_everywhere(record_proof) -> None:
+    """Strategies that sum gradients in the same order are bit for bit the same, weights that were rounded at random among them."""
+    found = {s: run_world(outcome, 4, replace(trial("llama", s, 4, 1), precision="bf16-pure"))[0] for s in ("zero1", "zero2", "full_shard")}
+    for other in ("zero1", "zero2"):
+        assert set(errors(found[other], found["full_shard"]).values()) == {0.0}
+    record_proof("bf16-pure, bit for bit as full shard", runs=2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "full_shard", "hybrid_shard"])
+def test_bf16_pure_against_one_process(strategy: str) -> None:
+    """Sums over ranks and micro-batches are rounded to 8 bits in another order: gradients agree to a few roundings, losses to one."""
+    errors = compare(replace(trial("llama", strategy, 4, 4), precision="bf16-pure"))
+    assert errors["first_gradient"] < 2**-6, errors
+    assert errors["loss"] < 2**-8, errors

@@ -49,7 +49,7 @@ CASES = [
     for toy in ("llama", "llama-untied", "qwen2", "qwen3")
     for name in (MESHES if toy == "llama" else EVERYWHERE)
     for sequence in (False, True)
-] + [("llama", name, sequence, {"recompute": "full"}) for name in EVERYWHERE for sequence in (False, True)]
+] + [("llama", name, sequence, {"recompute": recompute}) for name in EVERYWHERE for sequence, recompute in ((False, "full"), (True, "selective"))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}, {c[1]}{', sequence' * c[2]}{', recomputed' * bool(c[3])}")

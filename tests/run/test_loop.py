@@ -68,7 +68,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_resume_is_a_continuation(tmp_path: Path, strategy: str, precision: str) -> None:
     (tmp_path / "a").mkdir()
@@ -86,6 +86,21 @@ def test_resume_is_a_continuation(tmp_path: Path, strategy: str, precision: str)
     assert [key for key in first if first[key] != second[key]] == []
     keep_keys = ("step", "loss", "grad_norm", "lr", "tokens", "consumed_samples")
     assert [{k: row[k] for k in keep_keys} for row in metrics(whole)] == [{k: row[k] for k in keep_keys} for row in metrics(halves)]
+
+
+def test_bf16_pure_keeps_and_writes_bf16(tmp_path: Path) -> None:
+    """Weights and moments are bfloat16 in the checkpoint, and the export has the dtype of the model that it started from."""
+    toy.model_folder(tmp_path / "model", dtype="bfloat16")
+    folder = trained(toy.job(tmp_path, precision="bf16-pure"))
+    rows = metrics(folder)
+    assert rows[-1]["held_out_loss"] < rows[2]["held_out_loss"]
+    receipt = json.loads(folder.receipt.read_text())
+    assert receipt["ledger_equal"] is True
+    assert receipt["parts"]["states_bytes"]["ratio"] == pytest.approx(1, abs=0.01)
+    kept = Manifest.read(folder.checkpoints / "step-00000006").tensors
+    assert {facts.dtype for name, facts in kept.items() if name.startswith("model.") or name.endswith(("exp_avg", "exp_avg_sq"))} == {"BF16"}
+    exported = [tensor.dtype for path in folder.export.glob("*.safetensors") for tensor in load_file(path).values()]
+    assert set(exported) == {torch.bfloat16}
 
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:

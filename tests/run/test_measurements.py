@@ -73,7 +73,9 @@ def stepped(trial: Trial) -> tuple[Standing, list[tuple[int, int]]]:
     world, precision = join(trial.layout, "cpu"), PRECISIONS[trial.precision]
     module = place(trial.model, trial.layout, trial.policy, precision, world, drawn(trial.seed, world))
     parameters = parameters_of(module)
-    trainee = Trainee(module, parameters, adamw(parameters, trial.model, trial.optimizer, precision), trial.model, trial.policy, world)
+    trainee = Trainee(
+        module, parameters, adamw(parameters, trial.model, trial.optimizer, precision, world, trial.seed), trial.model, trial.policy, world
+    )
     samples = toy_samples(trial.seed, 2 * trial.global_batch, trial.model.vocab, trial.longest)
     batches = Batches(samples, trial.seed, trial.global_batch, 1, world.data_rank, world.data_degree)
     standing, counted = Standing(), []

@@ -1,14 +1,15 @@
 """What autograd keeps of a forward pass: an explicit list of saved tensors, each with named dims, so that `split` says what a rank holds.
 
 The lists are those of transformers' modules run eagerly with scaled-dot-product attention: for Llama, Mistral, Qwen2 and Qwen3 blocks they
-equal, to the byte, what saved-tensor hooks record (tests/cost/test_activations.py). Fused kernels save less. What blocks of other families keep
-is estimated from the widths of their tensors.
+equal, to the byte, what saved-tensor hooks record, and under checkpointing what stays allocated (tests/cost/test_activations.py). Fused kernels
+save less. What blocks of other families keep is estimated from the widths of their tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from pentamesh.job.precision import ITEMSIZE
 from pentamesh.layout.mesh import DATA_AXES, Layout
@@ -17,7 +18,9 @@ from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import Kept, ModelSpec
 
-__all__ = ["Saved", "block", "block_input", "head", "local_bytes", "local_tokens", "logits"]
+__all__ = ["Recompute", "Saved", "again", "block", "head", "kept", "local_bytes", "local_tokens", "logits"]
+
+Recompute = Literal["none", "selective", "full"]
 
 _FLOAT32 = ITEMSIZE["float32"]
 _INT64 = 8
@@ -66,10 +69,19 @@ def block(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, comp
     return (*_norm("input_norm", shapes, size), *_attention(shapes, size), *_norm("post_norm", shapes, size), *_mlp(shapes, size))
 
 
-def block_input(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str) -> tuple[Saved, ...]:
-    """What a recomputed block keeps: its input."""
-    shapes = _Shapes(model, layout, micro_batch, seq_len)
-    return (Saved("block input", shapes(shapes.hidden), Role.CARRY, ITEMSIZE[compute]),)
+def kept(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, recompute: Recompute) -> tuple[Saved, ...]:
+    """What a block keeps when backward computes nothing of it again, all but its matmuls and attention, or the whole of it."""
+    if recompute == "none":
+        return block(model, layout, micro_batch, seq_len, compute)
+    shapes, size = _Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
+    entered = Saved("block input", shapes(shapes.hidden), Role.CARRY, size)
+    return (entered, *(_dear(shapes, size) if recompute == "selective" else ()))
+
+
+def again(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, recompute: Recompute) -> tuple[Saved, ...]:
+    """What the backward of one block computes again and then holds beside what was kept."""
+    there = {saved.name for saved in kept(model, layout, micro_batch, seq_len, compute, recompute)}
+    return tuple(saved for saved in block(model, layout, micro_batch, seq_len, compute) if saved.name not in there)
 
 
 def head(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str) -> tuple[Saved, ...]:
@@ -126,6 +138,21 @@ def _attention(shapes: _Shapes, size: int) -> Iterator[Saved]:
     yield Saved("values", shapes(shapes.kv), Role.USE, size)
     yield Saved("attention output", shapes(shapes.q), Role.USE, size)
     yield Saved("log-sum-exp", shapes(Dim("heads", shapes.model.num_heads)), Role.USE, _FLOAT32)
+
+
+def _dear(shapes: _Shapes, size: int) -> Iterator[Saved]:
+    """What matmuls and attention gave, whether or not backward asks for it: the recomputation has it from here."""
+    model = shapes.model
+    if model.kept is not None:
+        yield Saved("beside matmuls", shapes(Dim("matmuls", model.kept.by_matmuls)), Role.USE, size)
+    else:
+        for name, dim in (("projected queries", shapes.q), ("projected keys", shapes.kv), ("values", shapes.kv), ("attention output", shapes.q)):
+            yield Saved(name, shapes(dim), Role.USE, size)
+        for name in ("gate", "up"):
+            yield Saved(name, shapes(Dim("ffn", model.ffn)), Role.USE, size)
+    yield Saved("log-sum-exp", shapes(Dim("heads", model.num_heads)), Role.USE, _FLOAT32)
+    for name in ("attention projected", "MLP projected"):
+        yield Saved(name, shapes(shapes.hidden), Role.USE, size)
 
 
 def _estimated(kept: Kept, shapes: _Shapes, size: int) -> tuple[Saved, ...]:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from pentamesh.cost import activations
 from pentamesh.cost.holding import Holding, widths
-from pentamesh.job.hardware import Device
+from pentamesh.job.device import Device, host_bytes_per_s
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import DATA_AXES
 from pentamesh.layout.policy import Policy
 from pentamesh.model.roles import Role
 
-__all__ = ["Work", "flop_per_token", "peak_flop_per_s", "tokens_per_step", "work"]
+__all__ = ["Work", "flop_per_token", "offloading_s", "peak_flop_per_s", "tokens_per_step", "work"]
 
 
 @dataclass(frozen=True)
@@ -24,20 +24,23 @@ class Efficiency:
     attention   of the dense peak, counting the causal half only
     memory      of the memory's bandwidth, for norms, rotations, activations, loss and optimizer
     launch_s    host time of one eager operation
+    rounding    bytes per element that the optimizer reads and writes when it rounds stochastically
     """
 
     matmul: float
     attention: float
     memory: float
     launch_s: float
+    rounding: float
 
 
 EFFICIENCY = {
     # Best shapes reach 0.73-0.80 of the bf16 peak (A100, H100, B200; stas00/ml-engineering), sustained ones 0.55 (GB200, Azure). Attention:
     # FlashAttention-2, 180 of 312 TFLOP/s on A100, 328 of 989 on H100. Memory: BabelStream 0.86-0.95. Launch: 5-10 us an eager operation.
-    "cuda": Efficiency(matmul=0.62, attention=0.35, memory=0.85, launch_s=6e-6),
-    # A two-process 135 M fine-tune on two cores ran at 0.77 of the fp32 GEMM peak, 0.56 of the bf16 one.
-    "cpu": Efficiency(matmul=0.75, attention=0.3, memory=0.7, launch_s=5e-6),
+    # Rounding: counted, operand by operand.
+    "cuda": Efficiency(matmul=0.62, attention=0.35, memory=0.85, launch_s=6e-6, rounding=354),
+    # A two-process 135 M fine-tune on two cores ran at 0.77 of the fp32 GEMM peak, 0.56 of the bf16 one. Rounding: 5.5 ns an element and core.
+    "cpu": Efficiency(matmul=0.75, attention=0.3, memory=0.7, launch_s=5e-6, rounding=154),
 }
 # Reads and writes per byte that autograd saves, eager kernels, forward and backward together; a third of them forward. An estimate.
 TRAFFIC_PER_SAVED_BYTE = 8
@@ -46,6 +49,9 @@ TRAFFIC_PER_LOGIT = 40
 # Eager operations of a block of this family: norms 12, attention 18, MLP 5, residuals 2, casts; twice as many in backward.
 OPERATIONS_PER_BLOCK = 45
 FORWARD, BACKWARD = 1 / 3, 2 / 3
+# Host time of a block's forward, and of its recomputation in backward, in forwards of one that is not checkpointed: saved-tensor hooks, and for
+# `selective` a dispatch mode around every operation. Measured on blocks of eight tokens, 430 us without.
+HOST = {"none": (1.0, 0.0), "selective": (4.2, 4.3), "full": (1.7, 2.1)}
 
 
 @dataclass(frozen=True)
@@ -76,17 +82,31 @@ def peak_flop_per_s(device: Device, precision: Precision) -> float:
 
 
 def work(held: Holding, policy: Policy, precision: Precision, batch: Batch, device: Device) -> Work:
-    """Seconds of the busiest rank. Recompute adds a forward to every backward, of the blocks only."""
-    blocks_s, head_s = _blocks_s(held, precision, batch, device), _head_s(held, precision, batch, device)
-    operations = held.stage_num_layers(0) * OPERATIONS_PER_BLOCK
-    launch_s = operations * EFFICIENCY[device.kind].launch_s
-    forward_s = max((blocks_s + head_s) * FORWARD, launch_s)
-    again_s = max(blocks_s * FORWARD, launch_s) if policy.recompute == "full" else 0.0
-    return Work(forward_s, max((blocks_s + head_s) * BACKWARD, 2 * launch_s) + again_s, _optimizer_s(held, precision, device))
+    """Seconds of the busiest rank. Recompute adds a forward to every backward, of the blocks only, and `selective` none of their matmuls."""
+    dear_s, cheap_s = _blocks_s(held, precision, batch, device)
+    head_s = _head_s(held, precision, batch, device)
+    launch_s = held.stage_num_layers(0) * OPERATIONS_PER_BLOCK * EFFICIENCY[device.kind].launch_s
+    forward, again = (times * launch_s for times in HOST[policy.recompute])
+    forward_s = max((dear_s + cheap_s + head_s) * FORWARD, forward)
+    repeated_s = {"none": 0.0, "selective": cheap_s, "full": dear_s + cheap_s}[policy.recompute]
+    backward_s = max((dear_s + cheap_s + head_s) * BACKWARD, 2 * launch_s) + max(repeated_s * FORWARD, again)
+    carried_s = offloading_s(held, policy, precision, batch, device)
+    return Work(forward_s + carried_s, backward_s + carried_s, _optimizer_s(held, precision, device))
 
 
-def _blocks_s(held: Holding, precision: Precision, batch: Batch, device: Device) -> float:
-    """Forward and backward of a stage's blocks: matmuls, causal attention, and traffic of everything else."""
+def offloading_s(held: Holding, policy: Policy, precision: Precision, batch: Batch, device: Device) -> float:
+    """Copying a stage's block inputs of one micro-batch to the host, or back. Nothing hides it: copies share the stream that computes.
+
+    Source: torch.autograd.graph.save_on_cpu.
+    """
+    if not policy.offload or device.kind == "cpu":
+        return 0.0
+    kept = activations.kept(held.model, held.layout, batch.micro_batch, batch.seq_len, precision.compute, policy.recompute)
+    return held.stage_num_layers(0) * activations.local_bytes(kept, held.layout) / host_bytes_per_s(device)
+
+
+def _blocks_s(held: Holding, precision: Precision, batch: Batch, device: Device) -> tuple[float, float]:
+    """Forward and backward of a stage's blocks: matmuls and causal attention, and apart from them the traffic of everything else."""
     mesh, model, reach = held.layout.mesh, held.model, EFFICIENCY[device.kind]
     tokens = activations.local_tokens(held.layout, batch.micro_batch, batch.seq_len)
     share = held.stage_num_layers(0) / model.num_layers / mesh.tp
@@ -96,7 +116,7 @@ def _blocks_s(held: Holding, precision: Precision, batch: Batch, device: Device)
     peak = peak_flop_per_s(device, precision)
     saved = activations.local_bytes(activations.block(model, held.layout, batch.micro_batch, batch.seq_len, precision.compute), held.layout)
     traffic_s = TRAFFIC_PER_SAVED_BYTE * saved * held.stage_num_layers(0) / (device.memory_bytes_per_s * reach.memory)
-    return tokens * share * (matmul / reach.matmul + attention / 2 / reach.attention) / peak + traffic_s
+    return tokens * share * (matmul / reach.matmul + attention / 2 / reach.attention) / peak, traffic_s
 
 
 def _head_s(held: Holding, precision: Precision, batch: Batch, device: Device) -> float:
@@ -108,9 +128,11 @@ def _head_s(held: Holding, precision: Precision, batch: Batch, device: Device) -
 
 
 def _optimizer_s(held: Holding, precision: Precision, device: Device) -> float:
-    """AdamW reads gradient, weight and state and writes weight and state: bound by memory."""
+    """AdamW reads gradient, weight and state and writes weight and state: bound by memory. Stochastic rounding is not fused."""
     width = widths(precision, held.layout, held.method)
     updated = held.stage_numel(Role.STATE, 0, trained=True)
+    if precision.stochastic_rounding:
+        return updated * EFFICIENCY[device.kind].rounding / (device.memory_bytes_per_s * EFFICIENCY[device.kind].memory)
     casts = (ITEMSIZE[precision.weight] + ITEMSIZE[precision.compute]) * updated if precision.weight != precision.compute else 0
     traffic = updated * (2 * width.weight + width.gradient + 2 * width.state) + casts
     return traffic / (device.memory_bytes_per_s * EFFICIENCY[device.kind].memory)

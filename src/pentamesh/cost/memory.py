@@ -12,13 +12,15 @@ from pentamesh.cost import activations
 from pentamesh.cost.holding import NF4_BYTES, Holding, states
 from pentamesh.cost.needs import Memory, Range, Stage, Verdict
 from pentamesh.job.job import Batch
-from pentamesh.job.precision import ITEMSIZE, Precision
+from pentamesh.job.precision import ITEMSIZE, ROUNDED_AT_ONCE, Precision
 from pentamesh.layout.policy import Policy
 from pentamesh.model.roles import Role
 
 __all__ = ["memory", "verdict"]
 
 GIB = 2**30
+# Float32-sized copies of a piece that are alive when it is rounded: weight, gradient, two moments, the root, noise, and 16 bits of it twice over.
+ROUNDING_COPIES = 8
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class _Rank:
     precision: Precision
     batch: Batch
     stage: int
+    kind: str
 
     def moments(self) -> tuple[_Moment, ...]:
         return (self._loss(), self._block_backward(), self._end_of_backward(), self._update())
@@ -164,7 +167,7 @@ class _Rank:
         if self.held.is_adapted:
             return self._dequantised()
         if self.held.layout.shard == "none" and self.precision.compute != self.precision.weight:
-            if self.policy.recompute == "full":
+            if self.policy.recompute != "none":
                 return self._parameters("root", self._compute) + self._parameters("block", self._compute)
             return self._parameters("stage", self._compute)
         return self._masters()
@@ -176,25 +179,37 @@ class _Rank:
     def _dequantised(self) -> int:
         return self._compute * max((t.numel for t in self.held.model.block if t.kind == "matmul"), default=0) if self.held.method == "qlora" else 0
 
+    @property
+    def _block_kept(self) -> int:
+        return self._saved(activations.kept(self.held.model, self.held.layout, *self._shape, self.precision.compute, self.policy.recompute))
+
+    @property
+    def _num_kept(self) -> int:
+        """Blocks that wait for backward, of all micro-batches in flight: one, or under 1F1B as many as there are stages from here on."""
+        in_flight = min(self.policy.grad_accum, self.held.layout.mesh.pp - self.stage)
+        return in_flight * self.held.stage_num_layers(self.stage)
+
+    @property
+    def _offloads(self) -> bool:
+        return self.policy.offload and self.kind != "cpu"
+
+    def host_bytes(self) -> int:
+        """What waits in host memory."""
+        return self._num_kept * self._block_kept if self._offloads else 0
+
     def _activations(self) -> int:
-        """Activations of all micro-batches in flight: one, or under 1F1B as many as there are stages from here on."""
-        model, layout, compute = self.held.model, self.held.layout, self.precision.compute
-        saved = activations.block if self.policy.recompute == "none" else activations.block_input
-        layers = self.held.stage_num_layers(self.stage)
-        in_flight = min(self.policy.grad_accum, layout.mesh.pp - self.stage)
-        once = self._saved(activations.head(model, layout, *self._shape, compute)) if self._is_last else 0
-        return in_flight * layers * self._saved(saved(model, layout, *self._shape, compute)) + once
+        """What blocks keep, and the head; of blocks whose inputs wait elsewhere those of the one at work and of the next."""
+        once = self._saved(activations.head(self.held.model, self.held.layout, *self._shape, self.precision.compute)) if self._is_last else 0
+        return (min(self._num_kept, 2) if self._offloads else self._num_kept) * self._block_kept + once
 
     def _block_working_set(self) -> int:
-        """What the backward of one block adds: its saved tensors again when recomputed, and the gradients of its widest part.
+        """What the backward of one block adds: what it computes again, and the gradients of its widest part.
 
         In the MLP three ffn-wide gradients are alive at once (of the product, the activated gate and up), beside those of stream and norm.
         """
         model, compute = self.held.model, self._compute
         tokens = activations.local_tokens(self.held.layout, *self._shape)
-        again = (
-            self._saved(activations.block(model, self.held.layout, *self._shape, self.precision.compute)) if self.policy.recompute == "full" else 0
-        )
+        again = self._saved(activations.again(model, self.held.layout, *self._shape, self.precision.compute, self.policy.recompute))
         return again + tokens * (3 * compute * model.ffn // self.held.layout.mesh.tp + (2 * compute + ITEMSIZE["float32"]) * model.hidden)
 
     # Moments
@@ -225,24 +240,31 @@ class _Rank:
         return _Moment(**self._states(gradients=True), working=working)
 
     def _update(self) -> _Moment:
-        """Fused AdamW makes no temporaries; stochastic rounding works on one tensor at a time, in float32 (value and noise)."""
-        rounding = 2 * ITEMSIZE["float32"] * self.held.largest_tensor_numel if self.precision.stochastic_rounding else 0
+        """Fused AdamW makes no temporaries; stochastic rounding has a piece of weight, gradient and moments in float32, a root, and its noise."""
+        piece = min(self.held.largest_tensor_numel, ROUNDED_AT_ONCE[self.kind])
+        rounding = ROUNDING_COPIES * ITEMSIZE["float32"] * piece if self.precision.stochastic_rounding else 0
         return _Moment(**self._states(gradients=True), working=rounding)
 
 
-def memory(held: Holding, policy: Policy, precision: Precision, batch: Batch, *, usable_bytes: int, kind: str) -> Memory:
+def memory(
+    held: Holding, policy: Policy, precision: Precision, batch: Batch, *, usable_bytes: int, kind: str, host_usable_bytes: int | None = None
+) -> Memory:
     """Memory of every pipeline stage's fullest rank; the fullest stage speaks for all.
 
     `states_bytes` is exact. The interval of the peak comes from `Overhead`; parts are those of the expected peak and add up to it.
     """
     overhead = OVERHEAD[kind] if held.model.kept is None else replace(OVERHEAD[kind], unsure=ESTIMATED)
-    stages = [_stage(_Rank(held, policy, precision, batch, stage), overhead) for stage in range(held.layout.mesh.pp)]
+    ranks = [_Rank(held, policy, precision, batch, stage, kind) for stage in range(held.layout.mesh.pp)]
+    stages = [_stage(rank, overhead) for rank in ranks]
     fullest = max(stages, key=lambda s: s.peak_bytes.expected)
-    return Memory(usable_bytes, fullest.peak_bytes, max(s.states_bytes for s in stages), fullest.parts_bytes, tuple(stages))
+    states_bytes, host_bytes = max(s.states_bytes for s in stages), max(rank.host_bytes() for rank in ranks)
+    return Memory(usable_bytes, fullest.peak_bytes, states_bytes, fullest.parts_bytes, tuple(stages), host_bytes, host_usable_bytes)
 
 
 def verdict(found: Memory) -> Verdict:
-    """`fits` when even the high estimate does, `does_not_fit` when the expected one does not, else `at_risk`."""
+    """`fits` when even the high estimate does, `does_not_fit` when the expected one does not, or the host has no room, else `at_risk`."""
+    if found.host_usable_bytes is not None and found.host_bytes > found.host_usable_bytes:
+        return "does_not_fit"
     if found.peak_bytes.high <= found.usable_bytes:
         return "fits"
     return "does_not_fit" if found.peak_bytes.expected > found.usable_bytes else "at_risk"

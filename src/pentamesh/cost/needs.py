@@ -31,13 +31,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of the fullest rank; `stages` has every stage's."""
+    """Memory of the fullest rank; `stages` has every stage's. `host_bytes` wait in host memory, of `host_usable_bytes` where that is known."""
 
     usable_bytes: int
     peak_bytes: Range
     states_bytes: int
     parts_bytes: dict[str, int]
     stages: tuple[Stage, ...] = ()
+    host_bytes: int = 0
+    host_usable_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from pentamesh.cost.compute import flop_per_token, peak_flop_per_s, tokens_per_step, work
+from pentamesh.cost.compute import flop_per_token, offloading_s, peak_flop_per_s, tokens_per_step, work
 from pentamesh.cost.holding import Holding
 from pentamesh.cost.memory import memory, verdict
 from pentamesh.cost.needs import Communication, Memory, Range, Time, Verdict
@@ -67,6 +67,11 @@ class Prediction:
         return Time(Range(low, compute + exposed + bubble, high), compute, exposed, bubble)
 
     @property
+    def offloading_s(self) -> float:
+        """Of the computing, what copies of block inputs to the host and back take."""
+        return 2 * self.policy.grad_accum * offloading_s(self.held, self.policy, self.precision, self.batch, self.hardware.device)
+
+    @property
     def tokens_per_s(self) -> float:
         return tokens_per_step(self.held, self.batch, self.policy) / self.time.step_s.expected
 
@@ -83,5 +88,6 @@ class Prediction:
 def predict(held: Holding, policy: Policy, precision: Precision, batch: Batch, hardware: Hardware) -> Prediction:
     """The judgement of one layout and policy. Units: bytes and seconds of the fullest and busiest rank."""
     device = hardware.device
-    found = memory(held, policy, precision, batch, usable_bytes=device.usable_bytes, kind=device.kind)
+    host = hardware.host_usable_bytes_per_device
+    found = memory(held, policy, precision, batch, usable_bytes=device.usable_bytes, kind=device.kind, host_usable_bytes=host)
     return Prediction(held, policy, precision, batch, hardware, found)

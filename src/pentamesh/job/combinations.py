@@ -27,6 +27,7 @@ def impossible(job: Job, hardware: Hardware | None) -> Iterator[Conflict]:
     yield from _optimizer(job)
     yield from _held_out(job)
     yield from _sharding(job)
+    yield from _offload(job)
     yield from _sequence(job)
     if hardware is not None:
         yield from _devices(job, hardware)
@@ -85,6 +86,14 @@ def _sharding(job: Job) -> Iterator[Conflict]:
         yield Conflict(("layout.reshard_after_forward", "layout.shard"), what, "use shard: parameters, or leave it out")
 
 
+def _offload(job: Job) -> Iterator[Conflict]:
+    kept = job.layout.activation_checkpointing
+    if job.layout.activation_offload and kept in ("none", "selective"):
+        what = f"activation_offload with activation_checkpointing = {kept}: only the inputs of blocks that are wholly recomputed leave the GPU"
+        keys = ("layout.activation_offload", "layout.activation_checkpointing")
+        yield Conflict(keys, what, "use activation_checkpointing: full or auto, or leave activation_offload out")
+
+
 def _sequence(job: Job) -> Iterator[Conflict]:
     layout, length = job.layout, job.batch.seq_len
     if layout.sequence_parallel and layout.tensor in (None, 1):
@@ -126,9 +135,6 @@ def untrainable(job: Job) -> Iterator[Conflict]:
         yield Conflict(("training",), "nothing says how long to train", "add training.steps or training.epochs")
     if job.method in ("lora", "qlora"):
         yield Conflict(("method",), f"method = {job.method} is planned but not trained yet", "use method: full, or only plan it")
-    if job.precision == "bf16-pure":
-        hint = "use precision: bf16 (fp32 masters) or fp32, or only plan it"
-        yield Conflict(("precision",), "precision = bf16-pure is planned but not trained yet", hint)
     layout = job.layout
     for axis in ("pipeline", "context", "expert"):
         if (degree := getattr(layout, axis) or 1) > 1:

@@ -13,7 +13,10 @@ from typing import Any, Literal
 
 from pentamesh.errors import InputError
 
-__all__ = ["Device", "Link", "capped", "find_gpu", "gpu_names", "intra_link"]
+__all__ = ["Device", "Link", "capped", "find_gpu", "gpu_names", "host_bytes_per_s", "intra_link"]
+
+# Of PCIe's rate, what a copy from or to pinned memory reaches.
+HOST_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,15 @@ def intra_link(device: Device, devices_per_node: int, p2p: bool | None = None) -
         return _link(gpu["link"], devices_per_node)
     direct = gpu["p2p"] if p2p is None else p2p
     return _link(f"PCIe{gpu['pcie']} {'P2P' if direct else 'through host memory'}", devices_per_node)
+
+
+def host_bytes_per_s(device: Device) -> float:
+    """What a GPU copies to pinned host memory, and what it copies back: 0.8 of PCIe x16 in one direction, an estimate.
+
+    Where the catalogue does not say how a GPU meets its host, PCIe4 is taken; several GPUs behind one switch share it.
+    """
+    gpu = next(g for g in _catalogue()["gpus"] if g["name"] == device.name)
+    return HOST_SHARE * _link(f"PCIe{gpu.get('pcie', 4)} P2P", 1).bytes_per_s
 
 
 def _link(name: str, devices_per_node: int) -> Link:

@@ -11,7 +11,7 @@ from pentamesh.errors import InputError, Problem
 from pentamesh.job.check import faults
 from pentamesh.job.device import Device, Link, capped, find_gpu, intra_link
 from pentamesh.job.job import Machine
-from pentamesh.job.machine import cpu_device, gloo_link, num_processes, this_machines_gpus
+from pentamesh.job.machine import SHARE_FOR_THE_SYSTEM, cpu_device, gloo_link, num_processes, this_machines_gpus
 from pentamesh.units import format_bytes, parse_bytes_per_s
 
 __all__ = ["Device", "Hardware", "Link", "read_hardware"]
@@ -54,6 +54,11 @@ class Hardware:
         """What each device of a node sends between nodes while all of them do; 0 where there is no fabric."""
         return self.inter.bytes_per_s * self.nics_per_node / self.devices_per_node if self.inter else 0.0
 
+    @property
+    def host_usable_bytes_per_device(self) -> int | None:
+        """Each device's share of what a node's host memory has for programs; None where nobody said how much that is."""
+        return int(self.host_ram_bytes * (1 - SHARE_FOR_THE_SYSTEM)) // self.devices_per_node if self.host_ram_bytes else None
+
     def __str__(self) -> str:
         nodes = f"{self.num_nodes} nodes of " if self.num_nodes > 1 else ""
         fabric = f", {self.nics_per_node} x {self.inter.name} a node" if self.inter else ""
@@ -88,8 +93,8 @@ def read_hardware(written: str | Mapping[str, Any] | Machine, where: str = "hard
         raise InputError(*problems)
     (device, intra, said), (inter, nics, also_said) = node, fabric
     notes = (*said, *also_said)
-    if found.host_ram or found.nvme:
-        notes = (*notes, "host_ram and nvme are recorded; no plan offloads to them yet")
+    if found.nvme:
+        notes = (*notes, "nvme is recorded; no plan offloads to it yet")
     return Hardware(found.nodes, found.gpus, device, intra, inter, nics, found.host_ram, found.nvme, notes)
 
 

@@ -130,8 +130,12 @@ class LayoutRequest(Section):
     context: Count | None = Field(default=None, ge=1, description="Context-parallel degree. 1 when not given.")
     expert: Count | None = Field(default=None, ge=1, description="Expert-parallel degree. 1 when not given.")
     sequence_parallel: bool = Field(default=False, description="Cut the residual stream over the tensor axis.")
-    activation_checkpointing: Literal["auto", "none", "full"] = Field(
-        default="auto", description="Recompute each block in backward instead of keeping its activations."
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
+        default="auto",
+        description="What blocks compute again in backward instead of keeping it: nothing, all but matmuls and attention, or everything.",
+    )
+    activation_offload: bool = Field(
+        default=False, description="Let the inputs of recomputed blocks wait for backward in host memory; implies full activation checkpointing."
     )
     reshard_after_forward: Literal["auto"] | bool = Field(
         default="auto", description="Full shard: free gathered parameters between forward and backward."

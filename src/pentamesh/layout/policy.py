@@ -18,7 +18,9 @@ class Policy:
 
     micro_batch     sequences a rank computes at once
     grad_accum      micro-batches per step and data rank
-    recompute       `none` keeps every block's activations, `full` only its input and computes the block again in backward
+    recompute       `none` keeps every block's activations; `selective` its input and what matmuls and attention gave, and computes the cheap rest
+                    again in backward; `full` only its input, and computes the whole block again
+    offload         the inputs of blocks that are computed again wait for backward in host memory; nothing on a CPU, which has no other
     reshard         full shard: free a block's gathered parameters between its forward and its backward
     keep_gathered   full shard: keep gathered parameters over all micro-batches of a step (implies no reshard)
     reduce          `once` sums gradients over ranks after the last micro-batch, `each` after every one; `node` cuts and sums them among the
@@ -27,11 +29,14 @@ class Policy:
 
     micro_batch: int = 1
     grad_accum: int = 1
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
     reshard: bool = True
     keep_gathered: bool = False
     reduce: Literal["once", "node", "each"] = "once"
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if self.keep_gathered and self.reshard:
             raise ValueError("parameters that stay gathered are not resharded after forward")
+        if self.offload and self.recompute != "full":
+            raise ValueError("only the inputs of blocks that are wholly computed again are offloaded")

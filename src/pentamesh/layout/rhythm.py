@@ -154,7 +154,7 @@ def _by_readiness(model: ModelSpec) -> list[TensorSpec]:
 def _activations(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, seq: int, times: int) -> Iterator[Crossing]:
     """What `times` micro-batches of one length move."""
     mesh, itemsize = layout.mesh, ITEMSIZE[precision.compute]
-    again = times if policy.recompute == "full" else 0
+    again = times if policy.recompute != "none" else 0
     stream = activation("residual", model, layout, policy.micro_batch, seq, ("hidden",))
     for sublayer in (s for s in model.sublayers if s.layer % mesh.pp == 0):
         # Computing a block again ends with the last tensor that its backward needs: the input of its last projection, which it does not leave.
@@ -196,7 +196,7 @@ def _attention(model: ModelSpec, layout: Layout, policy: Policy, itemsize: int, 
     mesh = layout.mesh
     if mesh.cp == 1:
         return
-    again = times if policy.recompute == "full" else 0
+    again = times if policy.recompute != "none" else 0
     keys = activation("keys", model, layout, policy.micro_batch, seq, ("kv_heads",), sequence="kv_seq")
     if layout.context == "ring":
         block = 2 * split(keys, Role.ATTEND, layout).max_local_numel * itemsize

@@ -37,12 +37,13 @@ def layouts(job: Job, model: ModelSpec, hardware: Hardware, *, data_only: bool =
 def policies(layout: Layout, job: Job, *, lean: bool = False) -> Iterator[Policy]:
     """The policies of one layout; `lean` gives only the one that takes least memory."""
     asked, accum = job.layout, grad_accum(layout, job.batch)
-    recomputes = ("none", "full") if asked.activation_checkpointing == "auto" else (asked.activation_checkpointing,)
+    recomputes = ("none", "selective", "full") if asked.activation_checkpointing == "auto" else (asked.activation_checkpointing,)
+    recomputes = ("full",) if asked.activation_offload else recomputes
     timings = [t for t in _timings(layout, accum) if asked.reshard_after_forward in ("auto", t[0])]
     if lean:
         recomputes, timings = recomputes[-1:], timings[:1]
     for recompute, (reshard, keep, reduce) in itertools.product(recomputes, timings):
-        yield Policy(job.batch.micro_batch, accum, recompute, reshard, keep, reduce)
+        yield Policy(job.batch.micro_batch, accum, recompute, reshard, keep, reduce, asked.activation_offload)
 
 
 def described(layout: Layout, policy: Policy) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from pentamesh.cost.holding import Holding
-from pentamesh.cost.memory import memory, verdict
-from pentamesh.cost.predict import Prediction
+from pentamesh.cost.predict import Prediction, predict
 from pentamesh.errors import InputError
 from pentamesh.job.device import find_gpu, gpu_names
 from pentamesh.job.hardware import Hardware
@@ -61,9 +60,9 @@ class _Asked:
         return next(v for v in ("fits", "at_risk", "does_not_fit") if v in verdicts)
 
     def _judge(self, job: Job, layout: Layout, hardware: Hardware) -> str:
-        held, device = Holding(self.model, layout, job.method), hardware.device
+        held = Holding(self.model, layout, job.method)
         policy = next(policies(layout, job, lean=True))
-        return verdict(memory(held, policy, PRECISIONS[job.precision], job.batch, usable_bytes=device.usable_bytes, kind=device.kind))
+        return predict(held, policy, PRECISIONS[job.precision], job.batch, hardware).verdict
 
     def tried(self, job: Job, sentence: str, hardware: Hardware | None = None) -> Iterator[str]:
         """The sentence when the change works, with a word where it is at the edge."""
@@ -120,6 +119,10 @@ def _method(job: Job, asked: _Asked) -> Iterator[str]:
 
 def _length(job: Job, asked: _Asked) -> Iterator[str]:
     """The states fit: what passes through is too much."""
+    if asked.hardware.device.kind == "cuda" and not job.layout.activation_offload:
+        layout = job.layout.model_copy(update={"activation_offload": True, "activation_checkpointing": "full"})
+        sentence = "layout.activation_offload: true (inputs of recomputed blocks wait in host memory)"
+        yield from asked.tried(job.model_copy(update={"layout": layout}), sentence)
     if job.batch.micro_batch > 1:
         batch = job.batch.model_copy(update={"micro_batch": 1})
         yield from asked.tried(job.model_copy(update={"batch": batch}), "micro_batch = 1, with more accumulation")

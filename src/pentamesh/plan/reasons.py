@@ -26,6 +26,7 @@ def reasons(chosen: Prediction, found: Sequence[Prediction]) -> tuple[str, ...]:
     return (
         *_states(chosen, found),
         *_recompute(chosen, found),
+        *_offload(chosen),
         *_speed(chosen),
         *_communication(chosen),
         *_machinery(chosen, found),
@@ -37,6 +38,9 @@ def why_not(p: Prediction, chosen: Prediction) -> str:
     """What one candidate lost by."""
     usable, peak = p.memory.usable_bytes, p.memory.peak_bytes
     if p.verdict == "does_not_fit":
+        if p.memory.host_usable_bytes is not None and p.memory.host_bytes > p.memory.host_usable_bytes:
+            host = format_bytes(p.memory.host_usable_bytes)
+            return f"lets {format_bytes(p.memory.host_bytes)} a {_rank(p)} wait in host memory; {host} are usable"
         if p.memory.states_bytes > usable:
             return f"weights, gradients and optimizer alone are {format_bytes(p.memory.states_bytes)} a {_rank(p)}; {format_bytes(usable)} are usable"
         return f"needs {format_bytes(peak.expected)} a {_rank(p)}; {format_bytes(usable)} are usable"
@@ -50,6 +54,9 @@ def why_not(p: Prediction, chosen: Prediction) -> str:
     return "as fast, and more machinery"
 
 
+_RECOMPUTED = {"none": "", "selective": ", norms and activation functions twice", "full": ", blocks twice forward"}
+
+
 def _rank(p: Prediction) -> str:
     return "GPU" if p.hardware.device.kind == "cuda" else "process"
 
@@ -58,7 +65,7 @@ def _waits(p: Prediction) -> str:
     exposed = p.time.exposed_communication_s
     if exposed > 0.2 * p.time.step_s.expected:
         return f"{format_seconds(exposed)} a step waiting for communication"
-    return f"{format_seconds(p.time.compute_s)} a step computing" + (", blocks twice forward" if p.policy.recompute == "full" else "")
+    return f"{format_seconds(p.time.compute_s)} a step computing" + _RECOMPUTED[p.policy.recompute]
 
 
 def _states(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
@@ -98,13 +105,25 @@ def _bytes_a_parameter(p: Prediction) -> str:
 
 
 def _recompute(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
-    other = "full" if chosen.policy.recompute == "none" else "none"
-    twins = [p for p in found if p.held.layout == chosen.held.layout and p.policy.recompute == other]
+    twins = [p for p in found if p.held.layout == chosen.held.layout and p.policy.recompute == "none"]
     if not twins or chosen.policy.recompute == "none":
         return
     kept = format_bytes(min(p.memory.peak_bytes.expected for p in twins))
     again = format_bytes(chosen.memory.peak_bytes.expected)
-    yield f"blocks are computed again in backward: with their activations kept a {_rank(chosen)} needs {kept}, with them recomputed {again}"
+    what = "blocks are" if chosen.policy.recompute == "full" else "blocks but for matmuls and attention are"
+    yield f"{what} computed again in backward: with their activations kept a {_rank(chosen)} needs {kept}, with them recomputed {again}"
+
+
+def _offload(p: Prediction) -> Iterator[str]:
+    if p.policy.offload and p.hardware.device.kind == "cpu":
+        yield "activation_offload changes nothing on a CPU, whose activations are in host memory already"
+    elif p.policy.offload:
+        memory = p.memory
+        room = f" of {format_bytes(memory.host_usable_bytes)} usable there" if memory.host_usable_bytes else ""
+        yield (
+            f"inputs of blocks wait for backward in host memory: {format_bytes(memory.host_bytes)} a {_rank(p)}{room}, "
+            f"and {format_seconds(p.offloading_s)} a step to copy them there and back"
+        )
 
 
 def _speed(p: Prediction) -> Iterator[str]:

@@ -25,6 +25,7 @@ CLOSE = 0.05
 # Tensor and pipeline have many degrees: so many of the best are told.
 SHOWN_MULTI_AXIS = 4
 _SIMPLEST_FIRST = ("ddp", "zero1", "zero2", "full_shard", "hybrid_shard", "multi_axis")
+_RECOMPUTES = ("none", "selective", "full")
 _BEST_FIRST = ("fits", "at_risk", "does_not_fit")
 
 
@@ -94,14 +95,15 @@ def _choose(found: list[Prediction]) -> Prediction:
 
 
 def _simplicity(p: Prediction) -> tuple[int, ...]:
-    """Lower is simpler: strategy first, then nothing recomputed, then the usual resharding."""
+    """Lower is simpler: strategy first, then as little recomputed as may be, then the usual resharding."""
     policy, mesh = p.policy, p.held.layout.mesh
     num_axes = sum(mesh.degree(axis) > 1 for axis in AXES)
-    return _SIMPLEST_FIRST.index(p.held.layout.strategy), num_axes, policy.recompute == "full", policy.keep_gathered, not policy.reshard
+    recomputed = _RECOMPUTES.index(policy.recompute)
+    return _SIMPLEST_FIRST.index(p.held.layout.strategy), num_axes, recomputed, policy.keep_gathered, not policy.reshard
 
 
 def _alternatives(chosen: Prediction, found: list[Prediction]) -> tuple[Alternative, ...]:
-    """The best candidate of every other layout, and of the chosen layout with the other choice of recompute."""
+    """The best candidate of every other layout, and of the chosen layout with the other choices of recompute."""
     rivals: dict[tuple[Layout, str], list[Prediction]] = {}
     for p in found:
         same_layout = p.held.layout == chosen.held.layout

@@ -84,10 +84,17 @@ def _head(plan: Plan) -> Iterator[RenderableType]:
 _REDUCED = {"once": "once a step", "each": "each micro-batch", "node": "in the node each micro-batch, between nodes once a step"}
 
 
+_RECOMPUTED = {
+    "none": "activations kept",
+    "selective": "matmuls and attention kept, the rest of blocks recomputed in backward",
+    "full": "blocks recomputed in backward",
+}
+
+
 def _layout(plan: Plan) -> str:
     """`dp_shard 8, blocks recomputed, gathered again for backward, reduced each micro-batch`."""
     policy, said = plan.policy, [str(plan.layout.mesh)]
-    said.append("blocks recomputed in backward" if policy.recompute == "full" else "activations kept")
+    said.append(_RECOMPUTED[policy.recompute] + (" from inputs kept on the host" if policy.offload else ""))
     if plan.layout.shard == "parameters":
         gathered = "gathered once a step" if policy.keep_gathered else "gathered again for backward" if policy.reshard else "gathered until backward"
         said.append(f"parameters {gathered}")
@@ -107,6 +114,8 @@ def _memory(plan: Plan) -> Iterator[RenderableType]:
     total = memory.peak_bytes.expected
     table.add_row(Text("expected peak", style=_TITLE), format_bytes(total), _bar(total / memory.usable_bytes))
     yield table
+    if memory.host_bytes:
+        yield Text(f"  in host memory  {format_bytes(memory.host_bytes)} a {_rank(plan)}")
     if len(memory.stages) > 1:
         stages = ", ".join(f"{s.stage}: {format_bytes(s.peak_bytes.expected)}" for s in memory.stages)
         yield Text(f"  by pipeline stage  {stages}")
@@ -163,7 +172,7 @@ def _name(layout: dict[str, Any]) -> str:
     if layout["strategy"] == "multi_axis":
         degrees = [f"{axis} {layout[axis]}" for axis in (*AXES, "ep") if layout[axis] > 1]
         name = " x ".join(degrees) + ("" if layout["shard"] == "none" else f", shard: {layout['shard']}")
-    return name + (", recomputed" if layout["recompute"] == "full" else "")
+    return name + {"none": "", "selective": ", partly recomputed", "full": ", recomputed"}[layout["recompute"]]
 
 
 def _changes(plan: Plan) -> Iterator[RenderableType]:

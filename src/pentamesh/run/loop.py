@@ -149,7 +149,8 @@ def _length(plan: Plan, num_samples: int) -> tuple[int, int | None]:
 def _trainee(plan: Plan, model: ModelSpec, source: Path, world: World) -> Trainee:
     module = place(model, plan.layout, plan.policy, plan.precision, world, _filler(plan, model, source, world))
     parameters = parameters_of(module)
-    return Trainee(module, parameters, adamw(parameters, model, plan.job.optimizer, plan.precision), model, plan.policy, world)
+    optimizer = adamw(parameters, model, plan.job.optimizer, plan.precision, world, plan.job.training.seed)
+    return Trainee(module, parameters, optimizer, model, plan.policy, world)
 
 
 def _filler(plan: Plan, model: ModelSpec, source: Path, world: World) -> Filler:

@@ -29,6 +29,7 @@ from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.loss import logits
+from pentamesh.run.recompute import recompute
 from pentamesh.run.tensor import ATTENTION, cross_borders, cut
 from pentamesh.run.world import World
 
@@ -71,8 +72,7 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     built = build(model, torch_dtype(precision.weight), ATTENTION if layout.sequence_parallel else "sdpa")
     if layout.mesh.tp > 1:
         cut(built, model, layout, world)
-    if policy.recompute == "full":
-        built.activation_checkpointing_enable({"use_reentrant": False})
+    recompute(built, policy, world.device)
     sharded = Role.STATE in SHARDED_KINDS[layout.shard]
     if sharded:
         _fully_shard(built, model, policy, precision, world)

@@ -167,7 +167,8 @@ def _trainee(trial: Trial, world: World) -> Trainee:
     precision, model = PRECISIONS[trial.precision], trial.model
     module = place(model, trial.layout, trial.policy, precision, world, drawn(trial.seed, world))
     parameters = parameters_of(module)
-    return Trainee(module, parameters, adamw(parameters, model, trial.optimizer, precision), model, trial.policy, world)
+    optimizer = adamw(parameters, model, trial.optimizer, precision, world, trial.seed)
+    return Trainee(module, parameters, optimizer, model, trial.policy, world)
 
 
 def drawn(seed: int, world: World, std: float = 0.02) -> Filler:
