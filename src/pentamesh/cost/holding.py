@@ -169,7 +169,7 @@ def widths(precision: Precision, layout: Layout, method: str = "full") -> Widths
     """
     weight, compute, moments = ITEMSIZE[precision.weight], ITEMSIZE[precision.compute], 2 * ITEMSIZE[precision.state]
     frozen = NF4_BYTES if method == "qlora" else compute
-    if layout.shard in ("optimizer", "gradients") and weight != compute:
+    if layout.cuts_state and not layout.cuts_weights and weight != compute:
         return Widths(compute, compute, weight + moments, frozen, compute)
     return Widths(weight, ITEMSIZE[precision.gradient], moments, frozen, compute)
 

@@ -86,7 +86,7 @@ def _rows(held: Holding, policy: Policy, precision: Precision, seq_len: int) -> 
     if not held.is_adapted:
         return _model_rows(held.model, held, policy, precision, seq_len)
     # Where no weight is cut, the base does not travel: only its activations do.
-    base_model = held.model if held.layout.shard == "parameters" else replace(held.model, tensors=())
+    base_model = held.model if held.layout.cuts_weights else replace(held.model, tensors=())
     rows = _model_rows(base_model, held, policy, precision, seq_len)
     scale = NF4_BYTES / ITEMSIZE[precision.compute] if held.method == "qlora" else 1.0
     data = [r for r in rows if set(r.axes) <= _DATA and r.phase != "step"]
@@ -108,7 +108,7 @@ def _model_rows(model: ModelSpec, held: Holding, policy: Policy, precision: Prec
         return Counter({replace(row, count=1): row.count for row in ledger(rhythm(some, layout, policy, precision, seq_len))})
 
     kinds = [unit for unit in units_of(model) if not unit.is_root]
-    if layout.shard == "none" or layers <= 2:
+    if not layout.cuts_state or layers <= 2:
         total = counts(_shortened(model, layers))
     else:
         total = counts(_sampled(model, kinds))

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pentamesh.job.precision import ITEMSIZE, Precision
-from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, Layout
+from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, TOKEN_AXES, Layout
 from pentamesh.layout.moves import Move, crossing, mirror, moves
 from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
-from pentamesh.layout.rules import SHARDED_KINDS
 from pentamesh.layout.split import split
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
@@ -76,9 +75,8 @@ def rhythm(model: ModelSpec, layout: Layout, policy: Policy, precision: Precisio
 
 
 def _parameters(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision) -> Iterator[Crossing]:
-    kinds = SHARDED_KINDS[layout.shard]
     compute, reduce, weight = ITEMSIZE[precision.compute], ITEMSIZE[precision.reduce], ITEMSIZE[precision.weight]
-    if Role.STATE not in kinds:
+    if not layout.cuts_state:
         for bucket in buckets(model, layout, weight):
             yield from _fused("backward", bucket, Role.COMPUTED, Role.GRADIENT, layout, weight, _reductions(policy))
         return
@@ -228,7 +226,7 @@ def _both_ways(crossed: tuple[Move, ...], count: int, again: int) -> Iterator[Cr
 
 def _bookkeeping(model: ModelSpec, layout: Layout) -> Iterator[Crossing]:
     """The token counts before a step (trained and all, int64), then the loss and the squared norm of cut gradients (one float64 each)."""
-    tokens = tuple(axis for axis in (*DATA_AXES, "cp") if layout.mesh.degree(axis) > 1)
+    tokens = tuple(axis for axis in TOKEN_AXES if layout.mesh.degree(axis) > 1)
     if tokens:
         yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 16), 1)
         yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 8), 1)

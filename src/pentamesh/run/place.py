@@ -21,7 +21,6 @@ from pentamesh.errors import Drift, InputError, Problem
 from pentamesh.job.precision import Precision
 from pentamesh.layout.mesh import Layout
 from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
-from pentamesh.layout.rules import SHARDED_KINDS
 from pentamesh.layout.split import Split, split
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import Role
@@ -67,15 +66,14 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     built = build(model, torch_dtype(precision.weight))
     if policy.recompute == "full":
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    sharded = Role.STATE in SHARDED_KINDS[layout.shard]
-    if sharded:
+    if layout.cuts_state:
         _fully_shard(built, model, policy, precision, world)
     elif precision.compute != precision.weight:
         _cast_while_used(built, torch_dtype(precision.compute))
     _materialise(built, model, world)
     together("reading weights", lambda: _fill(built, model, layout, world, torch_dtype(precision.weight), fill))
     check(built, model, layout, precision, world)
-    return built if sharded or world.num_ranks == 1 else _replicate(built, policy, world)
+    return built if layout.cuts_state or world.num_ranks == 1 else _replicate(built, policy, world)
 
 
 def _fully_shard(built: nn.Module, model: ModelSpec, policy: Policy, precision: Precision, world: World) -> None:
@@ -195,7 +193,7 @@ def _placements(held: Split, layout: Layout) -> tuple[str, ...]:
     names = held.placements()
     if names is None:
         raise InputError(f"{held} has no DTensor placement", hint="choose degrees that cut it between heads, and not inside a fused part")
-    if Role.STATE not in SHARDED_KINDS[layout.shard]:
+    if not layout.cuts_state:
         return ()
     copies = ("Replicate",) if layout.mesh.dp_replicate > 1 else ()
     cuts = tuple(name for axes, name in names.items() if set(axes) & {"dp_shard", "cp", "edp"})

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from pentamesh.layout.mesh import DATA_AXES
+from pentamesh.layout.mesh import TOKEN_AXES
 from pentamesh.layout.policy import Policy
 from pentamesh.layout.rhythm import norm_axes
 from pentamesh.layout.split import split
@@ -24,8 +24,6 @@ from pentamesh.run.place import local
 from pentamesh.run.world import World
 
 __all__ = ["StepResult", "Trainee", "accumulate", "grad_norm", "take_step"]
-
-TOKEN_AXES = (*DATA_AXES, "cp")
 
 
 @dataclass(frozen=True)
