@@ -12,11 +12,12 @@ from functools import cached_property, lru_cache
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import Layout
 from pentamesh.layout.split import split
+from pentamesh.layout.stages import stage_layers, stage_root
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 
-__all__ = ["ADAPTER_RANK", "NF4_BYTES", "Holding", "Unit", "Widths", "adapters", "stage_layers", "states", "units_of", "widths"]
+__all__ = ["ADAPTER_RANK", "NF4_BYTES", "Holding", "Unit", "Widths", "adapters", "states", "units_of", "widths"]
 
 # Rank of the adapters that lora and qlora plan for, on every projection of every block.
 # Source: QLoRA (arXiv 2305.14314) section 4: all linear layers, and the rank hardly matters.
@@ -57,12 +58,6 @@ def units_of(model: ModelSpec) -> tuple[Unit, ...]:
         key = (bool(name), *((t.kind, t.shape, tuple(d.name for d in t.dims)) for t in tensors))
         found.setdefault(key, [name, tensors, 0])[2] += 1  # type: ignore[operator]
     return tuple(Unit(*values) for values in found.values())  # type: ignore[arg-type]
-
-
-def stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of every pipeline stage: as even as they go, the first stages one more (126 over 8: six of 16, two of 15)."""
-    each, more = divmod(num_layers, num_stages)
-    return tuple(each + (stage < more) for stage in range(num_stages))
 
 
 @lru_cache(maxsize=64)
@@ -118,16 +113,8 @@ class Holding:
         return self._numel[trained, unit.name, role]
 
     def root_numel(self, role: Role, stage: int) -> int:
-        """Elements of the root that a pipeline stage holds: the embedding on the first, final norm and head on the last, a tied one on both."""
-        root = next((u for u in self.units if u.is_root), None)
-        if root is None:
-            return 0
-        pp = self.layout.mesh.pp
-        if pp == 1:
-            return self.unit_numel(root, role)
-        first, last = self.layout.home_stages
-        mine = [t for t in root.tensors if (stage == first and t.kind == "lookup") or (stage == last and (t.kind != "lookup" or self.model.tied))]
-        return sum(split(t, role, self.layout).max_local_numel for t in mine)
+        """Elements of the root that a pipeline stage holds."""
+        return sum(split(t, role, self.layout).max_local_numel for t in stage_root(self.model, self.layout.mesh.pp, stage))
 
     def block_numel(self, role: Role, *, trained: bool = False) -> int:
         """Elements of the largest block."""

@@ -21,6 +21,7 @@ from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, Layout
 from pentamesh.layout.moves import Move
 from pentamesh.layout.policy import Policy
 from pentamesh.layout.rhythm import LedgerRow, ledger, rhythm
+from pentamesh.layout.stages import on_stage
 from pentamesh.model.spec import ModelSpec
 
 __all__ = ["Flow", "communication", "flows"]
@@ -96,34 +97,33 @@ def _rows(held: Holding, policy: Policy, precision: Precision, seq_len: int) -> 
 
 
 def _model_rows(model: ModelSpec, held: Holding, policy: Policy, precision: Precision, seq_len: int) -> list[LedgerRow]:
-    """`rhythm`'s ledger of one pipeline stage.
+    """`rhythm`'s ledger, with the parameters' part of the first pipeline stage taken as a model of its own.
 
     What is cut is linear in the number of like blocks, so small models give a large one exactly: with r(1) the rows of one block of each kind,
     r(1) + sum over kinds of (L - 1) (r(one more of it) - r(1)). Buckets of DDP are not, and are laid out in full.
     """
-    mesh = held.layout.mesh
-    layout, layers = replace(held.layout, mesh=replace(mesh, pp=1)), held.stage_num_layers(0)
+    whole, pp = model, held.layout.mesh.pp
+    model, layout = on_stage(whole, pp, 0), replace(held.layout, mesh=replace(held.layout.mesh, pp=1))
 
     def counts(some: ModelSpec) -> Counter[LedgerRow]:
         return Counter({replace(row, count=1): row.count for row in ledger(rhythm(some, layout, policy, precision, seq_len))})
 
     kinds = [unit for unit in units_of(model) if not unit.is_root]
-    if not layout.cuts_state or layers <= 2:
-        total = counts(_shortened(model, layers))
+    if not layout.cuts_state or model.num_layers <= 2 or not kinds:
+        total = counts(model)
     else:
         total = counts(_sampled(model, kinds))
         one = total.copy()
         for kind in kinds:
-            times = (layers if len(kinds) == 1 else kind.count) - 1
+            times = kind.count - 1
             more = counts(_sampled(model, kinds, kind)) if times else one
             for row in one | more:
                 total[row] += times * (more[row] - one[row])
     rows = [replace(row, count=count) for row, count in total.items()]
-    if mesh.pp > 1:
-        rows += [
-            r for r in ledger(rhythm(_shortened(model, mesh.pp), held.layout, policy, precision, seq_len)) if "pp" in r.axes and r.kind == "send"
-        ]
-    return rows
+    if pp == 1:
+        return rows
+    between = ledger(rhythm(_shortened(whole, pp), held.layout, policy, precision, seq_len))
+    return [r for r in rows if r.phase != "step"] + [r for r in between if r.phase == "step" or "pp" in r.axes]
 
 
 def _sampled(model: ModelSpec, kinds: list[Unit], again: Unit | None = None) -> ModelSpec:

@@ -132,11 +132,6 @@ class Layout:
         """Whether weights rest in shares too: full and hybrid shard."""
         return self.shard == "parameters"
 
-    @property
-    def home_stages(self) -> tuple[int, int]:
-        """The pipeline stages that hold the embedding and the head."""
-        return 0, self.mesh.pp - 1
-
     def ranks(self) -> range:
         return range(self.mesh.num_ranks)
 

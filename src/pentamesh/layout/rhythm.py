@@ -15,6 +15,7 @@ from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, TOKEN_AXES, Layout
 from pentamesh.layout.moves import Move, crossing, mirror, moves
 from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
 from pentamesh.layout.split import split
+from pentamesh.layout.stages import on_stage
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
@@ -61,12 +62,12 @@ def ledger(crossings: Iterable[Crossing]) -> list[LedgerRow]:
 
 
 def rhythm(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, local_seq: int) -> Iterator[Crossing]:
-    """Every collective of a steady step of a rank in the middle of the mesh.
+    """Every collective of a steady step of a rank of the first pipeline stage, which has most to say, in the middle of the mesh.
 
     Shapes: `local_seq` is the length of a sequence before context ranks share it. Units: bytes per rank. Expert all-to-alls assume a balanced
     router; recorded ones follow the token counts.
     """
-    yield from _parameters(model, layout, policy, precision)
+    yield from _parameters(on_stage(model, layout.mesh.pp, 0), layout, policy, precision)
     yield from _activations(model, layout, policy, precision, local_seq)
     yield from _bookkeeping(model, layout)
 
@@ -236,6 +237,7 @@ def _bookkeeping(model: ModelSpec, layout: Layout) -> Iterator[Crossing]:
 
 
 def norm_axes(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
-    """The axes that cut some gradient when it meets the optimizer: over them the squared norm is summed."""
+    """The axes that part the gradients when they meet the optimizer, each tensor's or all by stages: over them the squared norm is summed."""
     cut = {axis for unit in model.units.values() for t in unit for axis in split(t, Role.STATE, layout).axes}
+    cut |= {"pp"} if layout.mesh.pp > 1 else set()
     return tuple(axis for axis in ("pp", *SHARD_AXES, "edp", "ep", "tp") if axis in cut)
