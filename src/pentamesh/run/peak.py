@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from pentamesh.run.place import local
@@ -29,7 +30,8 @@ def measured_peak(device: torch.device, standing: Iterable[torch.Tensor]) -> Ite
     """The peak of what torch's allocator holds inside the block.
 
     CUDA keeps that number itself. On CPU it is what stands at the start (`standing`: weights, gradients, state) plus the running sum of the
-    allocations that torch's profiler reports, which slows the block a little: the loop does so for two steps of a run, not for all.
+    allocations that torch's profiler reports, which slows the block a little: the loop does so for two steps of a run, not for all. The block
+    must leave nothing that it allocated.
     """
     found = Peak()
     if device.type == "cuda":
@@ -40,9 +42,38 @@ def measured_peak(device: torch.device, standing: Iterable[torch.Tensor]) -> Ite
     at_start = standing_bytes(standing)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiler:
         yield found
-    results: Any = profiler.profiler  # kineto's own events: the averaged ones leave out when memory was taken
-    changes = sorted((e.start_ns(), e.nbytes()) for e in results.kineto_results.events() if e.name() == "[memory]")
-    found.peak_bytes = at_start + max(accumulate((n for _, n in changes), initial=0))
+    results: Any = profiler.profiler
+    found.peak_bytes = at_start + max(accumulate(_changes(_allocations(results.kineto_results)), initial=0))
+
+
+def _allocations(kineto: Any) -> list[tuple[int, int, int]]:
+    """(time, address, bytes) of every allocation and, with negative bytes, of every free that the profiler saw, in their order."""
+    found, waiting = [], list(kineto.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    return sorted(found)
+
+
+def _changes(allocations: Iterable[tuple[int, int, int]]) -> list[int]:
+    """Bytes that come and go, with the frees that the profiler does not see.
+
+    Which thread drops a buffer of a collective last is chance, and gloo's threads are not watched. What is allocated where something stands was
+    freed by then; what still stands at the end was freed at some time, and counts for nothing.
+    """
+    changes: list[int] = []
+    standing: dict[int, int] = {}
+    for _, address, num_bytes in allocations:
+        seen = standing.pop(address, None)
+        if num_bytes > 0:
+            changes += [] if seen is None else [-changes[seen]]
+            standing[address] = len(changes)
+        changes.append(num_bytes)
+    for index in standing.values():
+        changes[index] = 0
+    return changes
 
 
 def standing_bytes(tensors: Iterable[torch.Tensor]) -> int:
