@@ -17,7 +17,7 @@ from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 
-__all__ = ["ADAPTER_RANK", "NF4_BYTES", "Holding", "Unit", "Widths", "adapters", "states", "units_of", "widths"]
+__all__ = ["ADAPTER_RANK", "NF4_BYTES", "Holding", "Unit", "Widths", "adapters", "resting", "states", "units_of", "widths"]
 
 # Rank of the adapters that lora and qlora plan for, on every projection of every block.
 # Source: QLoRA (arXiv 2305.14314) section 4: all linear layers, and the rank hardly matters.
@@ -162,16 +162,29 @@ def widths(precision: Precision, layout: Layout, method: str = "full") -> Widths
 
 
 def states(held: Holding, precision: Precision, stage: int = 0) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer state on the fullest rank of a pipeline stage, exact from `split`.
+    """Bytes of weights, gradients and optimizer state on the fullest rank of a pipeline stage, exact from `split`: the table of ZeRO.
 
     Under adapters the base rests in the compute dtype (projections of blocks in NF4 for qlora; embedding and head stay in the compute dtype).
     """
     width = widths(precision, held.layout, held.method)
-    weights = held.stage_numel(Role.WEIGHT, stage, trained=True) * width.weight
-    if held.is_adapted:
-        weights += math.ceil(held.blocks_numel(Role.WEIGHT, stage) * width.frozen_block + held.root_numel(Role.WEIGHT, stage) * width.frozen_root)
     return {
-        "weights": weights,
+        "weights": held.stage_numel(Role.WEIGHT, stage, trained=True) * width.weight + _base_bytes(held, width, stage),
         "gradients": held.stage_numel(Role.GRADIENT, stage, trained=True) * width.gradient,
         "optimizer": held.stage_numel(Role.STATE, stage, trained=True) * width.state,
     }
+
+
+def resting(held: Holding, precision: Precision, stage: int = 0) -> dict[str, int]:
+    """Bytes that are there at every moment: the weights that this rank updates, their moments, and a frozen base.
+
+    ZeRO-1 and ZeRO-2 rest like full shard: the whole weights that `states` counts are gathered when a step begins, and gone when it ends.
+    """
+    updated, width = held.stage_numel(Role.STATE, stage, trained=True), widths(precision, held.layout, held.method)
+    weights = updated * ITEMSIZE[precision.weight] + _base_bytes(held, width, stage)
+    return {"weights": weights, "optimizer": updated * 2 * ITEMSIZE[precision.state]}
+
+
+def _base_bytes(held: Holding, width: Widths, stage: int) -> int:
+    if not held.is_adapted:
+        return 0
+    return math.ceil(held.blocks_numel(Role.WEIGHT, stage) * width.frozen_block + held.root_numel(Role.WEIGHT, stage) * width.frozen_root)
