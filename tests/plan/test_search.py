@@ -51,8 +51,13 @@ def test_8b_on_a_node_of_5090_is_full_shard() -> None:
     )
 
 
-def test_small_models_are_replicated() -> None:
-    found = planned("qwen2.5-1.5b", "8xH100")
+@pytest.mark.parametrize("global_batch", [16, 128])
+@pytest.mark.parametrize(
+    ("model", "on"),
+    [("qwen2.5-1.5b", "8xH100"), ("llama-3.2-1b", "8xH100"), ("qwen2.5-0.5b", "8xH100"), ("smollm2-135m", "8xH100"), ("smollm2-135m", "8xRTX-4090")],
+)
+def test_small_models_are_replicated(model: str, on: str, global_batch: int) -> None:
+    found = planned(model, on, batch={"global_batch": global_batch})
     assert (found.verdict, found.strategy) == ("fits", "ddp")
     assert (found.layout.mesh.dp_replicate, found.layout.mesh.dp_shard) == (8, 1)
 

@@ -168,7 +168,7 @@ def _behind(found: list[Flow], compute_s: float, times: int, *, bucketed: bool) 
     if not found:
         return []
     total = sum(f.seconds for f in found)
-    # DDP's last bucket holds the embedding, the largest; full shard waits for the root and for one block.
+    # DDP's last bucket holds the embedding, the largest; where shares are gathered, the root is waited for, and one block.
     edge = max(f.each_s for f in found) if bucketed else sum(f.each_s for f in found)
     edge = min(total, edge * times)
     exposed = edge + max(0.0, total - edge - compute_s)
