@@ -10,7 +10,7 @@ from pentamesh.cost.predict import Prediction, predict
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Job
 from pentamesh.job.precision import PRECISIONS
-from pentamesh.layout.mesh import AXES, Layout
+from pentamesh.layout.mesh import AXES, SHARDS, Layout
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.candidates import described, layouts, policies
 from pentamesh.plan.changes import changes_that_fit
@@ -94,10 +94,10 @@ def _choose(found: list[Prediction]) -> Prediction:
 
 
 def _simplicity(p: Prediction) -> tuple[int, ...]:
-    """Lower is simpler: strategy first, then nothing recomputed, then the usual resharding."""
-    policy, mesh = p.policy, p.held.layout.mesh
-    num_axes = sum(mesh.degree(axis) > 1 for axis in AXES)
-    return _SIMPLEST_FIRST.index(p.held.layout.strategy), num_axes, policy.recompute == "full", policy.keep_gathered, not policy.reshard
+    """Lower is simpler: strategy first, then fewer axes and less that is cut, nothing recomputed, the usual resharding."""
+    policy, layout = p.policy, p.held.layout
+    cut = (sum(layout.mesh.degree(axis) > 1 for axis in AXES), SHARDS.index(layout.shard))
+    return _SIMPLEST_FIRST.index(layout.strategy), *cut, policy.recompute == "full", policy.keep_gathered, not policy.reshard
 
 
 def _alternatives(chosen: Prediction, found: list[Prediction]) -> tuple[Alternative, ...]:
