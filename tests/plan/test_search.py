@@ -152,7 +152,7 @@ def test_a_plan_survives_its_json(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_in_json() -> None:
-    found = planned("llama-3.1-8b", "8xH100", layout={"pipeline": 4}).to_json()
+    found = planned("llama-3.1-8b", "8xH100", layout={"pipeline": 4, "shard": "optimizer"}).to_json()
     assert [stage["stage"] for stage in found["memory"]["stages"]] == [0, 1, 2, 3]
     assert found["policy"]["schedule"] == "1f1b"
     assert (found["layout"]["pp"], found["layout"]["edp"]) == (4, 2)
