@@ -58,6 +58,23 @@ def test_offloading_moves_block_inputs_to_the_host() -> None:
     assert there.backward_s - kept.backward_s == pytest.approx(inputs / 50.4e9, rel=1e-3)
 
 
+def test_zero_and_full_shard_are_one_mechanism() -> None:
+    """What differs is how long gathered weights stay and when gradients are reduced; cut gradients are as wide as the weights."""
+    held_till_backward = Policy(recompute="full", reshard=False)
+    peaks = {shard: peak(Layout(Mesh(dp_shard=8), shard), held_till_backward) for shard in ("optimizer", "gradients", "parameters")}
+    assert peaks["optimizer"] == replace(peaks["parameters"], states_bytes=peaks["optimizer"].states_bytes, stages=peaks["optimizer"].stages)
+    each, once = (peak(Layout(Mesh(dp_shard=8), "gradients"), replace(held_till_backward, grad_accum=4, reduce=r)) for r in ("each", "once"))
+    assert each.parts_bytes["gradients"] == pytest.approx(4 * MODEL.num_parameters / 8, rel=0.01)
+    assert once.parts_bytes["working"] - each.parts_bytes["working"] == pytest.approx(4 * MODEL.num_parameters, rel=0.01)
+
+
+def test_gradients_come_as_activations_go() -> None:
+    """At accumulation 1 a parameter-heavy backward is fullest at its last block, one heavy in activations at its first."""
+    heavy, long = (peak(policy=Policy(recompute="full"), batch=Batch(seq_len=n)).parts_bytes for n in (128, 32768))
+    assert heavy["gradients"] > 0.8 * 4 * MODEL.num_parameters / 8
+    assert long["gradients"] == 0
+
+
 def test_ddp_keeps_casts_where_nothing_is_recomputed() -> None:
     kept, again = peak(DDP, replace(LEAN, recompute="none")), peak(DDP)
     assert kept.parts_bytes["working"] == 2 * MODEL.num_parameters

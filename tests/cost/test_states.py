@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pentamesh.cost.holding import Holding, stage_layers, states, units_of
+from pentamesh.cost.holding import Holding, states, units_of
 from pentamesh.job.precision import PRECISIONS
 from pentamesh.layout.mesh import Layout, Mesh
+from pentamesh.layout.stages import stage_layers
 from pentamesh.model.read import read_model
 
 GB = 1e9

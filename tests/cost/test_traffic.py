@@ -16,6 +16,7 @@ from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.policy import Policy
 from pentamesh.layout.rhythm import ledger, rhythm
 from pentamesh.model.read import read_model
+from pentamesh.model.roles import Role
 
 BF16 = PRECISIONS["bf16"]
 MACHINE = read_hardware("8xH100")
@@ -38,6 +39,29 @@ def test_rows_are_those_of_the_rhythm(layout: Layout) -> None:
     for policy in POLICIES:
         found = sorted(flow.row for flow in flows(Holding(model, layout), policy, BF16, 512, MACHINE))
         assert found == ledger(rhythm(model, layout, policy, BF16, 512))
+
+
+STAGED = [
+    Layout(Mesh(pp=2, dp_replicate=4), "none"),
+    Layout(Mesh(pp=4, dp_shard=2), "optimizer"),
+    Layout(Mesh(pp=2, dp_shard=2, tp=2), "parameters", sequence_parallel=True),
+]
+
+
+@pytest.mark.parametrize("layout", STAGED, ids=str)
+@pytest.mark.parametrize("name", ["smollm2-135m", "llama-3.1-8b"])
+def test_a_stage_moves_its_own_parameters_only(name: str, layout: Layout) -> None:
+    """The first stage: its share of the blocks and the embedding. Its rows are those of the rhythm, and the norm is summed over stages."""
+    model, policy, data = read_model(name), Policy(reshard=True), {"dp_replicate", "dp_shard"}
+    held = Holding(model, layout)
+    found = [flow.row for flow in flows(held, policy, BF16, 512, MACHINE)]
+    expected = ledger(rhythm(model, layout, policy, BF16, 512))
+    assert sorted(r for r in found if set(r.axes) <= data or "pp" in r.axes) == [r for r in expected if set(r.axes) <= data or "pp" in r.axes]
+    reduced = sum(r.bytes * r.count for r in found if r.phase == "backward" and r.kind != "all_gather" and set(r.axes) <= data)
+    assert reduced == 4 * held.stage_numel(Role.USE, 0)
+    assert held.stage_numel(Role.USE, 0) < 0.7 * sum(held.stage_numel(Role.USE, stage) for stage in range(layout.mesh.pp))
+    (norm,) = (r for r in found if r.phase == "step" and "pp" in r.axes)
+    assert (norm.kind, norm.bytes) == ("all_reduce", 8)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)

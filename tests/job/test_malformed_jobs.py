@@ -150,7 +150,11 @@ ONE_ERROR = {
     ),
     "batches that do not divide over the data ranks": (
         "model: m\nbatch:\n  global_batch: 12\nlayout:\n  data: 8\n",
-        ("global_batch = 12 is not a multiple of micro_batch = 1 x data = 8", "job.yaml:3 batch.global_batch", "use global_batch = 8 or 16"),
+        (
+            "global_batch = 12 is not a multiple of micro_batch x data ranks = 1 x 8 = 8",
+            "job.yaml:3 batch.global_batch",
+            "use global_batch = 8 or 16",
+        ),
     ),
     "warm-up beyond the end": (
         "model: m\noptimizer:\n  warmup_steps: 20\ntraining:\n  steps: 10\n",
@@ -194,7 +198,7 @@ ONE_ERROR = {
     ),
     "sequence that context does not divide": (
         "model: m\nbatch:\n  seq_len: 1001\nlayout:\n  context: 4\n",
-        ("seq_len = 1001 is not a multiple of 8", "job.yaml:3 batch.seq_len", "use seq_len = 1000 or 1008"),
+        ("seq_len = 1001 is not a multiple of 2 x context = 8", "job.yaml:3 batch.seq_len", "use seq_len = 1000 or 1008"),
     ),
     "more ranks than devices": (
         "model: m\nhardware: 8xH100\nlayout:\n  tensor: 8\n  data: 2\n",

@@ -33,17 +33,33 @@ def test_tensor_names_the_dim_and_the_tensor() -> None:
 
 def test_all_at_once() -> None:
     layout = Layout(Mesh(pp=64, dp_shard=3, cp=2, tp=3, ep=2), "parameters")
-    found = whats(layout, seq_len=4098, global_batch=16)
+    found = whats(layout, seq_len=4097, global_batch=16)
     for part in (
         "heads = 32",
         "kv_heads = 8",
         "pipeline = 64",
         "has no experts",
         "without sequence parallel",
-        "2 x context x tensor = 12",
+        "2 x context = 4",
         "x 3 = 3",
     ):
         assert any(part in what for what in found), part
+
+
+@pytest.mark.parametrize(
+    ("layout", "unit"),
+    [
+        (Layout(Mesh(cp=2, tp=2)), "2 x context = 4"),
+        (Layout(Mesh(cp=2, tp=2), sequence_parallel=True), "2 x context x tensor = 8"),
+        (Layout(Mesh(cp=4, tp=2), context="gather"), "context = 4"),
+        (Layout(Mesh(tp=4), sequence_parallel=True), "tensor = 4"),
+    ],
+)
+def test_pieces_of_a_sequence(layout: Layout, unit: str) -> None:
+    """A causal ring wants two pieces a rank; only sequence parallel cuts over tensor ranks too."""
+    size = int(unit.rpartition(" ")[2])
+    assert whats(layout, seq_len=8 * size) == []
+    assert whats(layout, seq_len=8 * size + size // 2) == [f"seq_len = {8 * size + size // 2} is not a multiple of {unit}"]
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from functools import cached_property, lru_cache
 
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import Layout
+from pentamesh.layout.rules import SHARDED_KINDS
 from pentamesh.layout.split import split
+from pentamesh.layout.stages import stage_layers, stage_root
 from pentamesh.model.dims import Dim, TensorSpec
-from pentamesh.model.roles import Role
+from pentamesh.model.roles import STORE, Role
 from pentamesh.model.spec import ModelSpec
 
-__all__ = ["ADAPTER_RANK", "NF4_BYTES", "Holding", "Unit", "Widths", "adapters", "stage_layers", "states", "units_of", "widths"]
+__all__ = ["ADAPTER_RANK", "NF4_BYTES", "Holding", "Unit", "Widths", "adapters", "resting", "states", "units_of", "widths"]
 
 # Rank of the adapters that lora and qlora plan for, on every projection of every block.
 # Source: QLoRA (arXiv 2305.14314) section 4: all linear layers, and the rank hardly matters.
@@ -25,9 +27,9 @@ ADAPTER_RANK = 16
 NF4_BYTES = (4 + 0.127) / 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Unit:
-    """One kind of unit (the root "" or a block), how many the model has, and the tensors of one."""
+    """One kind of unit (the root "" or a block), how many the model has, and the tensors of one. Equal to itself only, as a key of caches."""
 
     name: str
     tensors: tuple[TensorSpec, ...]
@@ -57,12 +59,6 @@ def units_of(model: ModelSpec) -> tuple[Unit, ...]:
         key = (bool(name), *((t.kind, t.shape, tuple(d.name for d in t.dims)) for t in tensors))
         found.setdefault(key, [name, tensors, 0])[2] += 1  # type: ignore[operator]
     return tuple(Unit(*values) for values in found.values())  # type: ignore[arg-type]
-
-
-def stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of every pipeline stage: as even as they go, the first stages one more (126 over 8: six of 16, two of 15)."""
-    each, more = divmod(num_layers, num_stages)
-    return tuple(each + (stage < more) for stage in range(num_stages))
 
 
 @lru_cache(maxsize=64)
@@ -103,42 +99,21 @@ class Holding:
     def is_adapted(self) -> bool:
         return self.method in ("lora", "qlora")
 
-    @cached_property
-    def _numel(self) -> dict[tuple[bool, str, Role], int]:
-        roles = (Role.WEIGHT, Role.GRADIENT, Role.STATE, Role.USE)
-        return {
-            (trained, unit.name, role): sum(split(t, role, self.layout).max_local_numel for t in unit.tensors)
-            for trained, units in ((False, self.units), (True, self.trained_units))
-            for unit in units
-            for role in roles
-        }
-
-    def unit_numel(self, unit: Unit, role: Role, *, trained: bool = False) -> int:
-        """Elements of one unit in `role`: of the whole model, or of what is trained."""
-        return self._numel[trained, unit.name, role]
-
     def root_numel(self, role: Role, stage: int) -> int:
-        """Elements of the root that a pipeline stage holds: the embedding on the first, final norm and head on the last, a tied one on both."""
-        root = next((u for u in self.units if u.is_root), None)
-        if root is None:
-            return 0
-        pp = self.layout.mesh.pp
-        if pp == 1:
-            return self.unit_numel(root, role)
-        first, last = self.layout.home_stages
-        mine = [t for t in root.tensors if (stage == first and t.kind == "lookup") or (stage == last and (t.kind != "lookup" or self.model.tied))]
-        return sum(split(t, role, self.layout).max_local_numel for t in mine)
+        """Elements of the root that a pipeline stage holds."""
+        return _root_numel(self.model, role, self.layout, stage)
 
     def block_numel(self, role: Role, *, trained: bool = False) -> int:
         """Elements of the largest block."""
-        return max((self.unit_numel(u, role, trained=trained) for u in (self.trained_units if trained else self.units) if not u.is_root), default=0)
+        units = self.trained_units if trained else self.units
+        return max((_unit_numel(u, role, self.layout) for u in units if not u.is_root), default=0)
 
     def blocks_numel(self, role: Role, stage: int, *, trained: bool = False) -> int:
         """Elements of the blocks of one pipeline stage; where blocks differ, a stage has its even share of each kind, rounded up."""
         units = [u for u in (self.trained_units if trained else self.units) if not u.is_root]
         pp, layers = self.layout.mesh.pp, sum(u.count for u in units)
         mine = stage_layers(layers, pp)[stage]
-        return sum(self.unit_numel(u, role, trained=trained) * (u.count if pp == 1 else -(-u.count * mine // layers)) for u in units)
+        return sum(_unit_numel(u, role, self.layout) * (u.count if pp == 1 else -(-u.count * mine // layers)) for u in units)
 
     def stage_numel(self, role: Role, stage: int, *, trained: bool = False) -> int:
         """Elements of everything a stage holds; adapters have no root."""
@@ -159,6 +134,28 @@ class Holding:
         return max((split(t, Role.STATE, self.layout).max_local_numel for u in self.trained_units for t in u.tensors), default=0)
 
 
+@lru_cache(maxsize=4096)
+def _unit_numel(unit: Unit, role: Role, layout: Layout) -> int:
+    return _local_numel(unit.tensors, *_alike(role, layout))
+
+
+@lru_cache(maxsize=4096)
+def _root_numel(model: ModelSpec, role: Role, layout: Layout, stage: int) -> int:
+    return _local_numel(stage_root(model, layout.mesh.pp, stage), *_alike(role, layout))
+
+
+@lru_cache(maxsize=4096)
+def _local_numel(tensors: tuple[TensorSpec, ...], role: Role, layout: Layout) -> int:
+    return sum(split(t, role, layout).max_local_numel for t in tensors)
+
+
+def _alike(role: Role, layout: Layout) -> tuple[Role, Layout]:
+    """A role and layout in which tensors are held as in these: of what is stored, it only matters whether the strategy cuts it."""
+    if role in STORE:
+        return Role.STATE, replace(layout, shard="optimizer" if role in SHARDED_KINDS[layout.shard] else "none")
+    return role, replace(layout, shard="none")
+
+
 def widths(precision: Precision, layout: Layout, method: str = "full") -> Widths:
     """Bytes per element of weights, gradients and state.
 
@@ -169,22 +166,35 @@ def widths(precision: Precision, layout: Layout, method: str = "full") -> Widths
     """
     weight, compute, moments = ITEMSIZE[precision.weight], ITEMSIZE[precision.compute], 2 * ITEMSIZE[precision.state]
     frozen = NF4_BYTES if method == "qlora" else compute
-    if layout.shard in ("optimizer", "gradients") and weight != compute:
+    if layout.cuts_state and not layout.cuts_weights and weight != compute:
         return Widths(compute, compute, weight + moments, frozen, compute)
     return Widths(weight, ITEMSIZE[precision.gradient], moments, frozen, compute)
 
 
 def states(held: Holding, precision: Precision, stage: int = 0) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer state on the fullest rank of a pipeline stage, exact from `split`.
+    """Bytes of weights, gradients and optimizer state on the fullest rank of a pipeline stage, exact from `split`: the table of ZeRO.
 
     Under adapters the base rests in the compute dtype (projections of blocks in NF4 for qlora; embedding and head stay in the compute dtype).
     """
     width = widths(precision, held.layout, held.method)
-    weights = held.stage_numel(Role.WEIGHT, stage, trained=True) * width.weight
-    if held.is_adapted:
-        weights += math.ceil(held.blocks_numel(Role.WEIGHT, stage) * width.frozen_block + held.root_numel(Role.WEIGHT, stage) * width.frozen_root)
     return {
-        "weights": weights,
+        "weights": held.stage_numel(Role.WEIGHT, stage, trained=True) * width.weight + _base_bytes(held, width, stage),
         "gradients": held.stage_numel(Role.GRADIENT, stage, trained=True) * width.gradient,
         "optimizer": held.stage_numel(Role.STATE, stage, trained=True) * width.state,
     }
+
+
+def resting(held: Holding, precision: Precision, stage: int = 0) -> dict[str, int]:
+    """Bytes that are there at every moment: the weights that this rank updates, their moments, and a frozen base.
+
+    ZeRO-1 and ZeRO-2 rest like full shard: the whole weights that `states` counts are gathered when a step begins, and gone when it ends.
+    """
+    updated, width = held.stage_numel(Role.STATE, stage, trained=True), widths(precision, held.layout, held.method)
+    weights = updated * ITEMSIZE[precision.weight] + _base_bytes(held, width, stage)
+    return {"weights": weights, "optimizer": updated * 2 * ITEMSIZE[precision.state]}
+
+
+def _base_bytes(held: Holding, width: Widths, stage: int) -> int:
+    if not held.is_adapted:
+        return 0
+    return math.ceil(held.blocks_numel(Role.WEIGHT, stage) * width.frozen_block + held.root_numel(Role.WEIGHT, stage) * width.frozen_root)

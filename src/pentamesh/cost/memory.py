@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pentamesh.cost import activations
-from pentamesh.cost.holding import NF4_BYTES, Holding, states
+from pentamesh.cost.holding import NF4_BYTES, Holding, resting, states
 from pentamesh.cost.needs import Memory, Range, Stage, Verdict
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import ITEMSIZE, ROUNDED_AT_ONCE, Precision
+from pentamesh.layout.mesh import Layout
 from pentamesh.layout.policy import Policy
 from pentamesh.model.roles import Role
 
@@ -78,7 +79,7 @@ class _Moment:
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank of a pipeline stage and the arithmetic of its moments."""
+    """One rank of a pipeline stage and the arithmetic of its moments, in the last micro-batch of a step: the one that reduces."""
 
     held: Holding
     policy: Policy
@@ -88,16 +89,18 @@ class _Rank:
     kind: str
 
     def moments(self) -> tuple[_Moment, ...]:
-        return (self._loss(), self._block_backward(), self._end_of_backward(), self._update())
+        """Backward turns activations into gradients block by block, so that it is fullest at its first block or at its last."""
+        layers = self.held.stage_num_layers(self.stage)
+        return (self._loss(), self._backward(layers), self._backward(1), self._end_of_backward(), self._update())
 
     # Sizes
 
     def _parameters(self, which: str, itemsize: float) -> int:
-        """Bytes of the used (gathered, unreduced) parameters of the `root`, one `block`, or the whole `stage`."""
+        """Bytes of the used (gathered, unreduced) parameters of the `root`, one `block`, or all `blocks` of the stage."""
         numel = {
             "root": lambda: self.held.root_numel(Role.USE, self.stage),
             "block": lambda: self.held.block_numel(Role.USE),
-            "stage": lambda: self.held.stage_numel(Role.USE, self.stage),
+            "blocks": lambda: self.held.blocks_numel(Role.USE, self.stage),
         }[which]()
         return round(numel * itemsize)
 
@@ -105,11 +108,19 @@ class _Rank:
         """As `_parameters`, of what has a gradient."""
         if not self.held.is_adapted:
             return self._parameters(which, itemsize)
-        block, stage = self.held.block_numel(Role.USE, trained=True), self.held.stage_numel(Role.USE, self.stage, trained=True)
-        return {"root": 0, "block": block, "stage": stage}[which] * itemsize
+        block, blocks = self.held.block_numel(Role.USE, trained=True), self.held.blocks_numel(Role.USE, self.stage, trained=True)
+        return {"root": 0, "block": block, "blocks": blocks}[which] * itemsize
 
     def _saved(self, saved: tuple[activations.Saved, ...]) -> int:
         return activations.local_bytes(saved, self.held.layout)
+
+    def _share(self, num_bytes: int, layers: int) -> int:
+        """Of what all blocks of the stage take, the part of `layers` of them."""
+        return round(num_bytes * layers / self._layers)
+
+    @property
+    def _layers(self) -> int:
+        return self.held.stage_num_layers(self.stage)
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -120,74 +131,91 @@ class _Rank:
         return ITEMSIZE[self.precision.compute]
 
     @property
-    def _sharded(self) -> bool:
-        return self.held.layout.shard == "parameters"
+    def _reduce(self) -> int:
+        return ITEMSIZE[self.precision.reduce]
 
     @property
-    def _by_units(self) -> bool:
-        """Whether gradients are reduced block by block to the rank that updates them, as every strategy but DDP does."""
-        return self.held.layout.shard != "none"
+    def _layout(self) -> Layout:
+        return self.held.layout
 
     @property
     def _is_last(self) -> bool:
-        return self.stage == self.held.layout.mesh.pp - 1
+        return self.stage == self._layout.mesh.pp - 1
 
-    def _head_gradient(self) -> int:
-        """The root's gradient while blocks go back: the head's, which a tied embedding shares."""
-        if self.held.is_adapted or not self._is_last:
+    # Gradients
+
+    @property
+    def _stand(self) -> bool:
+        """Whether gradients that the optimizer reads stand before the last backward: in DDP's buckets, or because micro-batches add to them."""
+        in_buckets = not self._layout.cuts_state and self._layout.mesh.num_ranks > 1
+        return in_buckets or (self.policy.grad_accum > 1 and not self._unreduced_wait)
+
+    @property
+    def _unreduced_wait(self) -> bool:
+        """Whether whole gradients add up over micro-batches, in the reduce dtype, until they are reduced once."""
+        return self._layout.cuts_state and self.policy.reduce == "once" and self.policy.grad_accum > 1
+
+    def _gradients(self, layers: int) -> int:
+        """Gradients that the optimizer will read when `layers` blocks have still to go back; those of the root are the last."""
+        size = ITEMSIZE[self.precision.gradient]
+        if self._stand or layers < 0:
+            return self.held.stage_numel(Role.STATE, self.stage, trained=True) * size
+        return self._share(self.held.blocks_numel(Role.STATE, self.stage, trained=True) * size, self._layers - layers)
+
+    def _unreduced(self, layers: int) -> int:
+        """Whole gradients that wait for the one reduction: those of the root, and of `layers` blocks."""
+        if not self._unreduced_wait:
             return 0
-        return self.held.head_numel * self._compute
+        return self._trained("root", self._reduce) + self._share(self._trained("blocks", self._reduce), layers)
 
-    # Parts
+    def _one_block(self) -> int:
+        """Gradients of a block as its backward leaves them, and of the one before it while it is reduced; beside them the head's, which wait."""
+        if not self._layout.cuts_state:
+            return self._trained("block", self._compute) if self.precision.compute != self.precision.weight else 0
+        return self._trained("block", self._compute + self._reduce) + self._head()
 
-    def _states(self, *, gradients: bool) -> dict[str, int]:
-        found = states(self.held, self.precision, self.stage)
-        return found if gradients else found | {"gradients": 0}
+    def _head(self) -> int:
+        """The gradient of the head while blocks go back, which a tied embedding shares."""
+        return self.held.head_numel * self._compute if self._is_last and not self.held.is_adapted else 0
 
-    def _gradients_wait(self) -> bool:
-        """Whether gradients are alive before the last backward: in DDP's buckets always, elsewhere when micro-batches accumulate them."""
-        in_buckets = not self._by_units and self.held.layout.mesh.num_ranks > 1
-        return in_buckets or (self.policy.grad_accum > 1 and (not self._by_units or self.policy.reduce != "once"))
+    # Parameters in use
 
-    def _unreduced(self) -> int:
-        """Whole gradients that wait for the one reduction of a step, in the reduce dtype."""
-        waits = self._by_units and self.policy.reduce == "once" and self.policy.grad_accum > 1
-        return self._trained("stage", ITEMSIZE[self.precision.reduce]) if waits else 0
-
-    def _masters(self) -> int:
-        """ZeRO-1 and ZeRO-2 in one dtype: the share that this rank updates rests beside the whole weights that it works on."""
-        apart = self._by_units and not self._sharded and self.precision.weight == self.precision.compute
-        return self.held.stage_numel(Role.STATE, self.stage, trained=True) * ITEMSIZE[self.precision.weight] if apart else 0
-
-    def _used(self, *, forward: bool) -> int:
-        """Parameters as blocks use them: gathered units of full shard (the root, a block and the next), or casts that autograd keeps."""
-        if self._sharded:
-            kept = self.policy.keep_gathered or (forward and not self.policy.reshard)
-            return self._parameters("stage", self._compute) if kept else self._parameters("root", self._compute) + 2 * self._base("block")
-        if self.held.is_adapted:
+    def _used(self, layers: int) -> int:
+        """Parameters as modules use them when forward has gone through, or backward has still to go through, `layers` blocks."""
+        if self.held.is_adapted and not self._layout.cuts_weights:
             return self._dequantised()
-        if self.held.layout.shard == "none" and self.precision.compute != self.precision.weight:
-            if self.policy.recompute != "none":
-                return self._parameters("root", self._compute) + self._parameters("block", self._compute)
-            return self._parameters("stage", self._compute)
-        return self._masters()
+        if not self._layout.cuts_state:
+            return self._casts(layers)
+        if self._layout.cuts_weights and self.policy.reshard:
+            return self._parameters("root", self._compute) + 2 * self._base_block()
+        return self._parameters("root", self._compute) + self._share(self._parameters("blocks", self._compute), layers)
 
-    def _base(self, which: str) -> int:
+    def _casts(self, layers: int) -> int:
+        """Copies in the compute dtype: autograd keeps those of every block that has not gone back, unless it is recomputed."""
+        if self.precision.compute == self.precision.weight:
+            return 0
+        kept = layers if self.policy.recompute == "none" else 1
+        return self._parameters("root", self._compute) + self._share(self._parameters("blocks", self._compute), kept)
+
+    def _base_block(self) -> int:
         """A gathered block: in the compute dtype; qlora gathers it in NF4 and dequantises one projection at a time."""
-        return self._parameters(which, self._compute) if self.held.method != "qlora" else self._parameters(which, NF4_BYTES) + self._dequantised()
+        if self.held.method != "qlora":
+            return self._parameters("block", self._compute)
+        return self._parameters("block", NF4_BYTES) + self._dequantised()
 
     def _dequantised(self) -> int:
         return self._compute * max((t.numel for t in self.held.model.block if t.kind == "matmul"), default=0) if self.held.method == "qlora" else 0
 
-    @property
-    def _block_kept(self) -> int:
-        return self._saved(activations.kept(self.held.model, self.held.layout, *self._shape, self.precision.compute, self.policy.recompute))
+    # Activations
 
     @property
-    def _num_kept(self) -> int:
-        """Blocks that wait for backward, of all micro-batches in flight: one, or under 1F1B as many as there are stages from here on."""
-        in_flight = min(self.policy.grad_accum, self.held.layout.mesh.pp - self.stage)
-        return in_flight * self.held.stage_num_layers(self.stage)
+    def _block_kept(self) -> int:
+        return self._saved(activations.kept(self.held.model, self._layout, *self._shape, self.precision.compute, self.policy.recompute))
+
+    def _num_kept(self, layers: int) -> int:
+        """Blocks that wait for backward: `layers` of this micro-batch, all of the others in flight, under 1F1B one for each stage that follows."""
+        others = min(self.policy.grad_accum, self._layout.mesh.pp - self.stage) - 1
+        return others * self._layers + layers
 
     @property
     def _offloads(self) -> bool:
@@ -195,12 +223,13 @@ class _Rank:
 
     def host_bytes(self) -> int:
         """What waits in host memory."""
-        return self._num_kept * self._block_kept if self._offloads else 0
+        return self._num_kept(self._layers) * self._block_kept if self._offloads else 0
 
-    def _activations(self) -> int:
-        """What blocks keep, and the head; of blocks whose inputs wait elsewhere those of the one at work and of the next."""
-        once = self._saved(activations.head(self.held.model, self.held.layout, *self._shape, self.precision.compute)) if self._is_last else 0
-        return (min(self._num_kept, 2) if self._offloads else self._num_kept) * self._block_kept + once
+    def _activations(self, layers: int) -> int:
+        """What `layers` blocks keep, and the head; of blocks whose inputs wait elsewhere those of the one at work and of the next."""
+        once = self._saved(activations.head(self.held.model, self._layout, *self._shape, self.precision.compute)) if self._is_last else 0
+        num_kept = self._num_kept(layers)
+        return (min(num_kept, 2) if self._offloads else num_kept) * self._block_kept + once
 
     def _block_working_set(self) -> int:
         """What the backward of one block adds: what it computes again, and the gradients of its widest part.
@@ -208,42 +237,41 @@ class _Rank:
         In the MLP three ffn-wide gradients are alive at once (of the product, the activated gate and up), beside those of stream and norm.
         """
         model, compute = self.held.model, self._compute
-        tokens = activations.local_tokens(self.held.layout, *self._shape)
-        again = self._saved(activations.again(model, self.held.layout, *self._shape, self.precision.compute, self.policy.recompute))
-        return again + tokens * (3 * compute * model.ffn // self.held.layout.mesh.tp + (2 * compute + ITEMSIZE["float32"]) * model.hidden)
+        tokens = activations.local_tokens(self._layout, *self._shape)
+        again = self._saved(activations.again(model, self._layout, *self._shape, self.precision.compute, self.policy.recompute))
+        return again + tokens * (3 * compute * model.ffn // self._layout.mesh.tp + (2 * compute + ITEMSIZE["float32"]) * model.hidden)
 
     # Moments
 
-    def _loss(self) -> _Moment:
-        logits = self._saved(activations.logits(self.held.model, self.held.layout, *self._shape)) if self._is_last else 0
-        working = self._used(forward=True) + self._unreduced()
-        return _Moment(**self._states(gradients=self._gradients_wait()), working=working, activations=self._activations(), logits=logits)
+    def _moment(self, gradients: int, working: int, **passing: int) -> _Moment:
+        return _Moment(**resting(self.held, self.precision, self.stage), gradients=gradients, working=working, **passing)
 
-    def _block_backward(self) -> _Moment:
-        """The first blocks to go back: nearly all activations are still there. Full shard holds the whole gradients of one block, of the one
-        before it in the reduce dtype while it is reduced, and of the head."""
-        unit = self._trained("block", self._compute) if self._by_units or self.precision.compute != self.precision.weight else 0
-        reducing = self._trained("block", ITEMSIZE[self.precision.reduce]) if self._by_units else 0
-        root = self._head_gradient() if self._by_units else 0
-        working = self._used(forward=not self.policy.reshard) + self._unreduced() + unit + reducing + root
-        kept = self._activations() + self._block_working_set()
-        return _Moment(**self._states(gradients=True), working=working, activations=kept)
+    def _loss(self) -> _Moment:
+        layers = self._layers
+        logits = self._saved(activations.logits(self.held.model, self._layout, *self._shape)) if self._is_last else 0
+        return self._moment(
+            self._gradients(layers), self._used(layers) + self._unreduced(layers), activations=self._activations(layers), logits=logits
+        )
+
+    def _backward(self, layers: int) -> _Moment:
+        """The backward of a block, the last of `layers` that have still to go back."""
+        working = self._used(layers) + self._unreduced(layers) + self._one_block()
+        return self._moment(self._gradients(layers), working, activations=self._activations(layers) + self._block_working_set())
 
     def _end_of_backward(self) -> _Moment:
-        """The root's gradients, complete only now, are cast and reduced as one."""
-        if not self._by_units:
-            # DDP's gradients are views of its buckets: reducing takes no more.
-            return _Moment(**self._states(gradients=True), working=self._trained("root", self._compute))
-        reduce = ITEMSIZE[self.precision.reduce]
-        gathered = self._parameters("stage" if self.policy.keep_gathered else "root", self._compute) if self._sharded else self._masters()
-        working = gathered + self._trained("root", self._compute + reduce) + self._unreduced()
-        return _Moment(**self._states(gradients=True), working=working)
+        """The root's gradients, complete only now, are cast and reduced as one; DDP reduces them in its buckets, where they lie."""
+        if not self._layout.cuts_state:
+            return self._moment(self._gradients(-1), self._trained("root", self._compute))
+        kept = self.policy.keep_gathered and self.policy.grad_accum > 1
+        gathered = self._used(self._layers) if kept else self._parameters("root", self._compute)
+        reduced = self._trained("root", self._reduce + (self._reduce if self._unreduced_wait else self._compute))
+        return self._moment(self._gradients(-1), gathered + reduced)
 
     def _update(self) -> _Moment:
         """Fused AdamW makes no temporaries; stochastic rounding has a piece of weight, gradient and moments in float32, a root, and its noise."""
         piece = min(self.held.largest_tensor_numel, ROUNDED_AT_ONCE[self.kind])
         rounding = ROUNDING_COPIES * ITEMSIZE["float32"] * piece if self.precision.stochastic_rounding else 0
-        return _Moment(**self._states(gradients=True), working=rounding)
+        return self._moment(self._gradients(-1), rounding)
 
 
 def memory(

@@ -44,8 +44,7 @@ class Prediction:
     @cached_property
     def communication(self) -> tuple[Communication, ...]:
         found = flows(self.held, self.policy, self.precision, self.batch.seq_len, self.hardware)
-        bucketed = self.held.layout.shard != "parameters"
-        return communication(found, self.policy, self._work, self.hardware.device.kind, bucketed=bucketed)
+        return communication(found, self.policy, self._work, self.hardware.device.kind, bucketed=not self.held.layout.cuts_state)
 
     @cached_property
     def _work(self):

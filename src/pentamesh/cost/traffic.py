@@ -21,6 +21,7 @@ from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, Layout
 from pentamesh.layout.moves import Move
 from pentamesh.layout.policy import Policy
 from pentamesh.layout.rhythm import LedgerRow, ledger, partial_sums, rhythm
+from pentamesh.layout.stages import on_stage
 from pentamesh.model.spec import ModelSpec
 
 __all__ = ["Flow", "communication", "flows"]
@@ -86,7 +87,7 @@ def _rows(held: Holding, policy: Policy, precision: Precision, seq_len: int) -> 
     if not held.is_adapted:
         return _model_rows(held.model, held, policy, precision, seq_len)
     # Where no weight is cut, the base does not travel: only its activations do.
-    base_model = held.model if held.layout.shard == "parameters" else replace(held.model, tensors=())
+    base_model = held.model if held.layout.cuts_weights else replace(held.model, tensors=())
     rows = _model_rows(base_model, held, policy, precision, seq_len)
     scale = NF4_BYTES / ITEMSIZE[precision.compute] if held.method == "qlora" else 1.0
     data = [r for r in rows if set(r.axes) <= _DATA and r.phase != "step"]
@@ -96,38 +97,37 @@ def _rows(held: Holding, policy: Policy, precision: Precision, seq_len: int) -> 
 
 
 def _model_rows(model: ModelSpec, held: Holding, policy: Policy, precision: Precision, seq_len: int) -> list[LedgerRow]:
-    """`rhythm`'s ledger of one pipeline stage.
+    """`rhythm`'s ledger, with the parameters' part of the first pipeline stage taken as a model of its own.
 
     What is cut is linear in the number of like blocks, so small models give a large one exactly: with r(1) the rows of one block of each kind,
     r(1) + sum over kinds of (L - 1) (r(one more of it) - r(1)). Buckets of DDP are not, and are laid out in full.
     """
-    mesh = held.layout.mesh
-    layout, layers = replace(held.layout, mesh=replace(mesh, pp=1)), held.stage_num_layers(0)
+    whole, pp = model, held.layout.mesh.pp
+    model, layout = on_stage(whole, pp, 0), replace(held.layout, mesh=replace(held.layout.mesh, pp=1))
 
-    def counts(some: ModelSpec) -> Counter[LedgerRow]:
+    def counts(some: ModelSpec, layout: Layout = layout) -> Counter[LedgerRow]:
+        """Rows but for the sum of partial gradients: one buffer a step, of which the bytes grow with the blocks and not the count."""
         found = Counter({replace(row, count=1): row.count for row in ledger(rhythm(some, layout, policy, precision, seq_len))})
-        found.subtract(ledger(partial_sums(((t, 1) for t in some.parameters), layout, precision)))
+        found.subtract(ledger(partial_sums(((t, 1) for t in on_stage(some, layout.mesh.pp, 0).parameters), layout, precision)))
         return found
 
     kinds = [unit for unit in units_of(model) if not unit.is_root]
-    if layout.shard == "none" or layers <= 2:
-        total = counts(_shortened(model, layers))
+    if not layout.cuts_state or model.num_layers <= 2 or not kinds:
+        total = counts(model)
     else:
         total = counts(_sampled(model, kinds))
         one = total.copy()
         for kind in kinds:
-            times = (layers if len(kinds) == 1 else kind.count) - 1
+            times = kind.count - 1
             more = counts(_sampled(model, kinds, kind)) if times else one
             for row in one | more:
                 total[row] += times * (more[row] - one[row])
-    # Partial gradients are one buffer a step, whose bytes grow with the blocks.
-    total.update(ledger(partial_sums(((t, unit.count) for unit in units_of(_shortened(model, layers)) for t in unit.tensors), layout, precision)))
-    rows = [replace(row, count=count) for row, count in total.items() if count]
-    if mesh.pp > 1:
-        rows += [
-            r for r in ledger(rhythm(_shortened(model, mesh.pp), held.layout, policy, precision, seq_len)) if "pp" in r.axes and r.kind == "send"
-        ]
-    return rows
+    if pp > 1:
+        between = counts(_shortened(whole, pp), held.layout)
+        total = Counter({row: n for row, n in total.items() if row.phase != "step"})
+        total.update({row: n for row, n in between.items() if row.phase == "step" or "pp" in row.axes})
+    sums = ledger(partial_sums(((t, unit.count) for unit in units_of(model) for t in unit.tensors), layout, precision))
+    return [*(replace(row, count=count) for row, count in total.items() if count), *sums]
 
 
 def _sampled(model: ModelSpec, kinds: list[Unit], again: Unit | None = None) -> ModelSpec:
@@ -172,7 +172,7 @@ def _behind(found: list[Flow], compute_s: float, times: int, *, bucketed: bool) 
     if not found:
         return []
     total = sum(f.seconds for f in found)
-    # DDP's last bucket holds the embedding, the largest; full shard waits for the root and for one block.
+    # DDP's last bucket holds the embedding, the largest; where shares are gathered, the root is waited for, and one block.
     edge = max(f.each_s for f in found) if bucketed else sum(f.each_s for f in found)
     edge = min(total, edge * times)
     exposed = edge + max(0.0, total - edge - compute_s)

@@ -13,11 +13,10 @@ from pydantic.fields import FieldInfo
 
 from pentamesh.errors import Problem
 from pentamesh.job.job import MAX_COUNT, Job, Section
+from pentamesh.job.written import KeyPath
 from pentamesh.units import parse_bytes, parse_count
 
 __all__ = ["expected", "faults", "sections"]
-
-KeyPath = tuple[str, ...]
 
 # Words of other trainers for what is called otherwise here.
 OTHER_WORDS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pentamesh.job.division import uneven_batch, uneven_sequence
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Job
 
@@ -44,14 +45,10 @@ def _length(job: Job) -> Iterator[Conflict]:
 
 
 def _batch(job: Job) -> Iterator[Conflict]:
-    batch, data = job.batch, job.layout.data or 1
-    share = batch.micro_batch * data
-    if batch.global_batch % share:
-        ranks = f" x data = {data}" if data > 1 else ""
-        near = max(share, batch.global_batch // share * share)
-        what = f"global_batch = {batch.global_batch} is not a multiple of micro_batch = {batch.micro_batch}{ranks}"
+    data = job.layout.data or 1
+    if found := uneven_batch(job.batch.global_batch, job.batch.micro_batch, data):
         keys = ("batch.global_batch", "batch.micro_batch", *(["layout.data"] if data > 1 else []))
-        yield Conflict(keys, what, f"use global_batch = {near} or {near + share}")
+        yield Conflict(keys, found.what, found.hint)
 
 
 def _optimizer(job: Job) -> Iterator[Conflict]:
@@ -95,17 +92,12 @@ def _offload(job: Job) -> Iterator[Conflict]:
 
 
 def _sequence(job: Job) -> Iterator[Conflict]:
-    layout, length = job.layout, job.batch.seq_len
+    layout = job.layout
     if layout.sequence_parallel and layout.tensor in (None, 1):
         what = "sequence_parallel cuts the residual stream over the tensor axis, and no tensor degree is given"
         yield Conflict(("layout.sequence_parallel", "layout.tensor"), what, "set tensor above 1, or leave sequence_parallel out")
-    # A ring hands each rank an early and a late piece, so that causal work is even: two pieces a rank.
-    context, tensor = layout.context or 1, layout.tensor or 1
-    pieces = (2 * context if context > 1 else 1) * (tensor if layout.sequence_parallel else 1)
-    if length % pieces:
-        what = f"seq_len = {length} is not a multiple of {pieces}, the pieces that context = {context} and tensor = {tensor} make"
-        below = max(pieces, length // pieces * pieces)
-        yield Conflict(("batch.seq_len", "layout.context", "layout.tensor"), what, f"use seq_len = {below} or {below + pieces}")
+    if found := uneven_sequence(job.batch.seq_len, layout.context or 1, (layout.tensor or 1) if layout.sequence_parallel else 1):
+        yield Conflict(("batch.seq_len", "layout.context", "layout.tensor"), found.what, found.hint)
 
 
 def _devices(job: Job, hardware: Hardware) -> Iterator[Conflict]:

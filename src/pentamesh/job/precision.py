@@ -32,11 +32,6 @@ class Precision:
         """Dtype of the gradient the optimizer reads: that of the weight."""
         return self.weight
 
-    @property
-    def states_bytes_per_parameter(self) -> int:
-        """Weight, gradient and AdamW's two moments, in bytes per parameter: 16 for `fp32` and `bf16`, 8 for `bf16-pure`."""
-        return ITEMSIZE[self.weight] + ITEMSIZE[self.gradient] + 2 * ITEMSIZE[self.state]
-
 
 PRECISIONS = {
     p.name: p

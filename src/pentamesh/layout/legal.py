@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pentamesh.errors import Problem
+from pentamesh.job.division import uneven_batch, uneven_sequence
 from pentamesh.job.job import Batch
 from pentamesh.layout.mesh import DATA_AXES, Layout
 from pentamesh.layout.split import split
@@ -89,27 +90,20 @@ def _experts(asked: _Asked) -> Iterator[Problem]:
 
 
 def _sequence(asked: _Asked) -> Iterator[Problem]:
-    mesh, seq_len = asked.layout.mesh, asked.batch.seq_len
-    if asked.layout.sequence_parallel and mesh.tp == 1:
+    mesh, layout = asked.layout.mesh, asked.layout
+    if layout.sequence_parallel and mesh.tp == 1:
         yield Problem("sequence_parallel cuts over the tensor axis, and tensor = 1", "layout.sequence_parallel", "set tensor above 1 or leave it out")
-    # A causal ring gives each rank an early and a late chunk, hence two a rank; sequence parallel cuts each over tp.
-    unit = (2 * mesh.cp * mesh.tp) if mesh.cp > 1 else (mesh.tp if asked.layout.sequence_parallel else 1)
-    if seq_len % unit:
-        below = seq_len // unit * unit
-        formula = "2 x context x tensor" if mesh.cp > 1 else "tensor"
+    cutting = mesh.tp if layout.sequence_parallel else 1
+    if found := uneven_sequence(asked.batch.seq_len, mesh.cp, cutting, ring=layout.context == "ring"):
+        yield Problem(found.what, "batch.seq_len", found.hint)
+    windows = [window for window in asked.model.windows if window is not None and window < asked.batch.seq_len]
+    if layout.sequence_parallel and windows:
         yield Problem(
-            f"seq_len = {seq_len} is not a multiple of {formula} = {unit}",
-            "batch.seq_len",
-            f"use seq_len = {_listed(n for n in (below + unit, below) if n)}",
-        )
-    if asked.layout.sequence_parallel and any(window is not None and window < seq_len for window in asked.model.windows):
-        narrowest = min(window for window in asked.model.windows if window is not None)
-        yield Problem(
-            f"sequence_parallel attends without a mask, and {asked.model.name} has a sliding window of {narrowest} tokens",
+            f"sequence_parallel attends without a mask, and {asked.model.name} has a sliding window of {min(windows)} tokens",
             "layout.sequence_parallel",
-            f"leave it out, or use seq_len = {narrowest}",
+            f"leave it out, or use seq_len = {min(windows)}",
         )
-    if mesh.cp > 1 and asked.layout.context == "ulysses" and asked.model.family != "generic" and asked.model.num_kv_heads % (mesh.cp * mesh.tp):
+    if mesh.cp > 1 and layout.context == "ulysses" and asked.model.family != "generic" and asked.model.num_kv_heads % (mesh.cp * mesh.tp):
         yield Problem(
             f"context x tensor = {mesh.cp * mesh.tp} does not divide kv_heads = {asked.model.num_kv_heads}, over which Ulysses exchanges",
             f"layout.context    {_first(asked, 'kv_heads')}",
@@ -119,14 +113,8 @@ def _sequence(asked: _Asked) -> Iterator[Problem]:
 
 def _batch(asked: _Asked) -> Iterator[Problem]:
     batch, ranks = asked.batch, asked.layout.mesh.degree(*DATA_AXES)
-    unit = batch.micro_batch * ranks
-    if batch.global_batch % unit:
-        below = batch.global_batch // unit * unit
-        yield Problem(
-            f"global_batch = {batch.global_batch} is not a multiple of micro_batch x data ranks = {batch.micro_batch} x {ranks} = {unit}",
-            "batch.global_batch",
-            f"use global_batch = {_listed(n for n in (below, below + unit) if n)}",
-        )
+    if found := uneven_batch(batch.global_batch, batch.micro_batch, ranks):
+        yield Problem(found.what, "batch.global_batch", found.hint)
 
 
 _RULES = (_described, _tensor, _pipeline, _experts, _sequence, _batch)

@@ -12,28 +12,23 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from pentamesh.errors import InputError
+from pentamesh.job.division import sequence_pieces
 
-__all__ = ["AXES", "DATA_AXES", "EXPERT_AXES", "SHARD_AXES", "USER_AXES", "Layout", "Mesh", "Shard"]
+__all__ = ["AXES", "DATA_AXES", "EXPERT_AXES", "SHARDS", "SHARD_AXES", "TOKEN_AXES", "Layout", "Mesh", "Shard"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("edp", "ep")
 DATA_AXES = ("dp_replicate", "dp_shard")
 # Parameters are cut over context ranks too: they hold the same weights and different tokens, as data ranks do.
 SHARD_AXES = ("dp_shard", "cp")
-USER_AXES = {
-    "pp": "pipeline",
-    "dp_replicate": "data (copies)",
-    "dp_shard": "data",
-    "cp": "context",
-    "tp": "tensor",
-    "ep": "expert",
-    "edp": "expert data",
-}
+# Along these, ranks hold different tokens: losses and their counts are summed over them.
+TOKEN_AXES = (*DATA_AXES, "cp")
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
+SHARDS: tuple[Shard, ...] = get_args(Shard)
 
 
 @dataclass(frozen=True)
@@ -136,20 +131,24 @@ class Layout:
         """Name of the strategy: `ddp`, `zero1`, `zero2`, `full_shard`, `hybrid_shard`, or `multi_axis` beyond the data axes."""
         if self.mesh.degree("pp", "cp", "tp", "ep") > 1:
             return "multi_axis"
-        if self.shard == "parameters":
+        if self.cuts_weights:
             return "hybrid_shard" if self.mesh.dp_replicate > 1 else "full_shard"
         return {"none": "ddp", "optimizer": "zero1", "gradients": "zero2"}[self.shard]
 
     @property
-    def seq_multiple(self) -> int:
-        """What the length of a sequence has to be a multiple of: a causal ring gives each context rank an early and a late piece, and sequence
-        parallel cuts each of them over tensor ranks."""
-        return (2 * self.mesh.cp if self.mesh.cp > 1 else 1) * (self.mesh.tp if self.sequence_parallel else 1)
+    def cuts_state(self) -> bool:
+        """Whether each rank updates its share only, to which gradients are reduced block by block: all strategies but DDP."""
+        return self.shard != "none"
 
     @property
-    def home_stages(self) -> tuple[int, int]:
-        """The pipeline stages that hold the embedding and the head."""
-        return 0, self.mesh.pp - 1
+    def cuts_weights(self) -> bool:
+        """Whether weights rest in shares too: full and hybrid shard."""
+        return self.shard == "parameters"
+
+    @property
+    def seq_multiple(self) -> int:
+        """What the length of a sequence has to be a multiple of (`job.division`)."""
+        return sequence_pieces(self.mesh.cp, self.mesh.tp if self.sequence_parallel else 1, ring=self.context == "ring")
 
     def ranks(self) -> range:
         return range(self.mesh.num_ranks)

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pentamesh.job.precision import ITEMSIZE, Precision
-from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, Layout
+from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, TOKEN_AXES, Layout
 from pentamesh.layout.moves import Move, crossing, mirror, moves
 from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
-from pentamesh.layout.rules import SHARDED_KINDS, partial_axes
+from pentamesh.layout.rules import partial_axes
 from pentamesh.layout.split import Split, split
+from pentamesh.layout.stages import on_stage
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
@@ -63,23 +64,24 @@ def ledger(crossings: Iterable[Crossing]) -> list[LedgerRow]:
 
 
 def rhythm(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, seq: int | Sequence[int], rank: int = 0) -> Iterator[Crossing]:
-    """Every collective of a steady step of one rank.
+    """Every collective of a steady step of one rank, of the first pipeline stage, which has most to say.
 
     Shapes: `seq` is the length of a sequence before context ranks share it, or of those of each micro-batch in turn. Units: bytes per rank.
     """
-    yield from _parameters(model, layout, policy, precision, rank)
+    here = on_stage(model, layout.mesh.pp, 0)
+    yield from _parameters(here, layout, policy, precision, rank)
     for length, times in Counter([seq] * policy.grad_accum if isinstance(seq, int) else seq).items():
         yield from _activations(model, layout, policy, precision, length, times)
-    yield from _bookkeeping(model, layout, precision)
+    yield from partial_sums(((t, 1) for t in here.parameters), layout, precision)
+    yield from _bookkeeping(model, layout)
 
 
 # Parameters: gathered to be used, reduced when their gradient is done.
 
 
 def _parameters(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, rank: int) -> Iterator[Crossing]:
-    kinds = SHARDED_KINDS[layout.shard]
     compute, reduce, weight = ITEMSIZE[precision.compute], ITEMSIZE[precision.reduce], ITEMSIZE[precision.weight]
-    if Role.STATE not in kinds:
+    if not layout.cuts_state:
         for bucket in buckets(model, layout, weight, rank):
             yield from _reduced(bucket, Role.GRADIENT, layout, weight, policy, rank)
         return
@@ -244,14 +246,12 @@ def _both_ways(crossed: tuple[Move, ...], count: int, again: int) -> Iterator[Cr
 # Bookkeeping: the numbers that all ranks must agree on.
 
 
-def _bookkeeping(model: ModelSpec, layout: Layout, precision: Precision) -> Iterator[Crossing]:
-    """The token counts before a step (trained and all, int64), partial gradients, then the loss and the squared norm of cut gradients (one
-    float64 each)."""
-    tokens = tuple(axis for axis in (*DATA_AXES, "cp") if layout.mesh.degree(axis) > 1)
+def _bookkeeping(model: ModelSpec, layout: Layout) -> Iterator[Crossing]:
+    """The token counts before a step (trained and all, int64), then the loss and the squared norm of cut gradients (one float64 each)."""
+    tokens = tuple(axis for axis in TOKEN_AXES if layout.mesh.degree(axis) > 1)
     if tokens:
         yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 16), 1)
         yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 8), 1)
-    yield from partial_sums(((t, 1) for t in model.parameters), layout, precision)
     cut = norm_axes(model, layout)
     if cut:
         yield Crossing("step", Move("all_reduce", cut, layout.mesh.degree(*cut), 8), 1)
@@ -265,6 +265,7 @@ def partial_sums(counted: Iterable[tuple[TensorSpec, int]], layout: Layout, prec
 
 
 def norm_axes(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
-    """The axes that cut some gradient when it meets the optimizer: over them the squared norm is summed."""
+    """The axes that part the gradients when they meet the optimizer, each tensor's or all by stages: over them the squared norm is summed."""
     cut = {axis for unit in model.units.values() for t in unit for axis in split(t, Role.STATE, layout).axes}
+    cut |= {"pp"} if layout.mesh.pp > 1 else set()
     return tuple(axis for axis in ("pp", *SHARD_AXES, "edp", "ep", "tp") if axis in cut)

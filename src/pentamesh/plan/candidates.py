@@ -11,13 +11,11 @@ from pentamesh.errors import InputError, Problem
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Job, LayoutRequest
 from pentamesh.layout.legal import grad_accum, problems
-from pentamesh.layout.mesh import Layout, Mesh, Shard
+from pentamesh.layout.mesh import SHARDS, Layout, Mesh, Shard
 from pentamesh.layout.policy import Policy
 from pentamesh.model.spec import ModelSpec
 
 __all__ = ["described", "layouts", "policies"]
-
-_SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
 
 
 def layouts(job: Job, model: ModelSpec, hardware: Hardware, *, data_only: bool = False) -> list[Layout]:
@@ -57,7 +55,7 @@ def _timings(layout: Layout, accum: int) -> list[tuple[bool, bool, Any]]:
     """(reshard, keep gathered, reduce) from least memory to most. Only full shard has a choice: DDP accumulates in whole gradients, ZeRO-1 and
     ZeRO-2 keep whole weights over a step, and ZeRO-2 has no whole gradient to accumulate in."""
     each = "each" if accum > 1 else "once"
-    if layout.shard != "parameters":
+    if not layout.cuts_weights:
         return {"none": [(True, False, "once")], "optimizer": [(False, True, "once")], "gradients": [(False, True, each)]}[layout.shard]
     # Over copies of the model, only what a node has summed and cut need cross between nodes, once.
     reduces = ("once",) if accum == 1 else ("node", "once") if layout.mesh.dp_replicate > 1 else ("each", "once")
@@ -135,7 +133,7 @@ def _shards(asked: LayoutRequest, num_sharers: int) -> tuple[Shard, ...]:
         return ("none",)
     if (asked.replicate or 1) > 1:
         return ("parameters",)
-    return _SHARDS
+    return SHARDS
 
 
 def _copies(shard: Shard, asked: LayoutRequest, data: int, hardware: Hardware) -> list[int]:

@@ -11,15 +11,13 @@ from pydantic.fields import FieldInfo
 from pentamesh.cost.holding import Holding, states, widths
 from pentamesh.job.job import Job, Section
 from pentamesh.job.precision import PRECISIONS
-from pentamesh.layout.mesh import Layout, Mesh, Shard
+from pentamesh.layout.mesh import SHARDS, Layout, Mesh, Shard
 from pentamesh.layout.rules import SHARDED_KINDS, TABLE
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.reasons import NAMES
 
 __all__ = ["Table", "keys", "strategies", "table"]
-
-_SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def table() -> Table:
 def strategies(model: ModelSpec, degrees: Sequence[int], precision: str = "bf16") -> Table:
     """Weights, gradients and optimizer state of the fullest rank, in bytes, for every strategy and number of GPUs; exact from `split`."""
     rows = []
-    for shard in _SHARDS:
+    for shard in SHARDS:
         cells = [sum(states(Holding(model, _layout(shard, degree)), PRECISIONS[precision]).values()) for degree in degrees]
         layout = _layout(shard, 8)
         cut = ", ".join(kind.value for kind in SHARDED_KINDS[shard]) or "nothing"

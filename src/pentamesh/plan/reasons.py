@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from pentamesh.cost.holding import widths
 from pentamesh.cost.predict import Prediction
-from pentamesh.layout.mesh import USER_AXES
+from pentamesh.layout.stages import stage_layers
+from pentamesh.model.roles import Role
 from pentamesh.units import format_bytes, format_count, format_seconds
 
 __all__ = ["NAMES", "reasons", "why_not"]
@@ -20,11 +21,18 @@ NAMES = {
     "multi_axis": "several axes",
 }
 
+# What pre-training over many axes reaches when all is tuned: 38-43% for 405B on 8,192 to 16,384 H100. Source: Llama 3 (arXiv 2407.21783), table 4.
+GOOD_MFU = 0.4
+# bf16 weights, fp32 gradients, fp32 masters and moments. Source: Megatron-LM, distributed optimizer, "bf16 param, fp32 grads".
+MEGATRON_BYTES_A_PARAMETER = 18
+
 
 def reasons(chosen: Prediction, found: Sequence[Prediction]) -> tuple[str, ...]:
     """Why `chosen` won, the strongest reason first."""
     return (
         *_states(chosen, found),
+        *_copies(chosen, found),
+        *_stages(chosen),
         *_recompute(chosen, found),
         *_offload(chosen),
         *_speed(chosen),
@@ -104,6 +112,29 @@ def _bytes_a_parameter(p: Prediction) -> str:
     return f"{width.weight + width.gradient + width.state} bytes a parameter ({p.precision.name})"
 
 
+def _copies(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
+    """Why no copy in every node, where several nodes are cut over."""
+    hybrid = [p.memory for p in found if p.held.layout.strategy == "hybrid_shard"]
+    if chosen.held.layout.strategy == "full_shard" and hybrid and hybrid[0].states_bytes > chosen.memory.usable_bytes:
+        yield f"hybrid shard, with a copy in every node, is {format_bytes(hybrid[0].states_bytes)} a {_rank(chosen)}: it fits none"
+
+
+def _stages(p: Prediction) -> Iterator[str]:
+    """What a pipeline holds and how it fills."""
+    held, pp = p.held, p.held.layout.mesh.pp
+    if pp == 1:
+        return
+    layers, micros = stage_layers(held.model.num_layers, pp), p.policy.grad_accum
+    if len(set(layers)) > 1:
+        counted = " and ".join(f"{layers.count(n)} stages of {n}" for n in dict.fromkeys(layers))
+        yield f"{held.model.num_layers} layers do not divide by pipeline = {pp}: {counted}"
+    yield f"{micros:,} micro-batches make the bubble of {pp} stages {pp - 1}/{micros} = {(pp - 1) / micros:.2%} of the computing"
+    numel = max(held.stage_numel(Role.WEIGHT, stage) for stage in range(pp))
+    if p.precision.name == "bf16" and not held.layout.cuts_state:
+        kept = format_bytes(MEGATRON_BYTES_A_PARAMETER * numel)
+        yield f"the fullest {_rank(p)} holds {format_count(numel)} parameters at 16 bytes; Megatron-LM keeps bf16 weights beside, 18 bytes: {kept}"
+
+
 def _recompute(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
     twins = [p for p in found if p.held.layout == chosen.held.layout and p.policy.recompute == "none"]
     if not twins or chosen.policy.recompute == "none":
@@ -134,6 +165,8 @@ def _speed(p: Prediction) -> Iterator[str]:
         + (f", {format_seconds(time.exposed_communication_s)} waiting for communication" if time.exposed_communication_s else "")
         + (f", {format_seconds(time.bubble_s)} of pipeline bubble" if time.bubble_s else "")
     )
+    if _is_several(p) and p.mfu < GOOD_MFU:
+        yield f"that is {p.mfu:.0%} MFU; at {GOOD_MFU:.0%} a step would take {time.step_s.expected * p.mfu / GOOD_MFU:,.0f} s"
 
 
 def _communication(p: Prediction) -> Iterator[str]:
@@ -146,16 +179,23 @@ def _communication(p: Prediction) -> Iterator[str]:
 
 
 def _machinery(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
-    """What several axes buy over the data axes alone."""
-    simple = [p for p in found if p.held.layout.strategy != "multi_axis" and p.verdict != "does_not_fit"]
-    if chosen.held.layout.strategy != "multi_axis":
-        return
-    if simple:
-        best = min(simple, key=lambda p: p.time.step_s.expected)
-        slower = best.time.step_s.expected / chosen.time.step_s.expected - 1
-        yield f"of the data axes alone, {NAMES[best.held.layout.strategy]} takes {format_seconds(best.time.step_s.expected)}, {slower:.0%} more"
-    if untrained := [name for axis, name in USER_AXES.items() if axis in ("pp", "cp", "ep") and chosen.held.layout.mesh.degree(axis) > 1]:
+    """What several axes buy over the data axes alone, or would."""
+    several = _is_several(chosen)
+    others = [p for p in found if _is_several(p) is not several and p.verdict == chosen.verdict]
+    if others and chosen.verdict != "does_not_fit":
+        best = min(others, key=lambda p: p.time.step_s.expected)
+        more = best.time.step_s.expected / chosen.time.step_s.expected - 1
+        which = f"of the data axes alone, {NAMES[best.held.layout.strategy]}" if several else f"with more axes, {best.held.layout.mesh}"
+        yield f"{which} takes {format_seconds(best.time.step_s.expected)}, {abs(more):.0%} {'more' if more > 0 else 'less'}"
+    if untrained := [name for axis, name in _UNTRAINED.items() if chosen.held.layout.mesh.degree(axis) > 1]:
         yield f"{' and '.join(untrained)} parallel: planned and not trained yet"
+
+
+_UNTRAINED = {"pp": "pipeline", "cp": "context", "ep": "expert"}
+
+
+def _is_several(p: Prediction) -> bool:
+    return p.held.layout.strategy == "multi_axis"
 
 
 def _uncertain(p: Prediction) -> Iterator[str]:

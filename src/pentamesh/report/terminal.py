@@ -95,7 +95,7 @@ def _layout(plan: Plan) -> str:
     """`dp_shard 8, blocks recomputed, gathered again for backward, reduced each micro-batch`."""
     policy, said = plan.policy, [str(plan.layout.mesh)]
     said.append(_RECOMPUTED[policy.recompute] + (" from inputs kept on the host" if policy.offload else ""))
-    if plan.layout.shard == "parameters":
+    if plan.layout.cuts_weights:
         gathered = "gathered once a step" if policy.keep_gathered else "gathered again for backward" if policy.reshard else "gathered until backward"
         said.append(f"parameters {gathered}")
     if policy.grad_accum > 1 and plan.layout.mesh.num_ranks > 1:

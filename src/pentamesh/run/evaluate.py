@@ -15,7 +15,7 @@ from pentamesh.checkpoint.weights import Weights
 from pentamesh.errors import InputError, RunFailed
 from pentamesh.job.job import Job
 from pentamesh.job.precision import Precision
-from pentamesh.layout.mesh import Layout
+from pentamesh.layout.mesh import TOKEN_AXES, Layout
 from pentamesh.layout.policy import Policy
 from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
@@ -25,7 +25,6 @@ from pentamesh.run.data.samples import Samples
 from pentamesh.run.loss import token_loss_sum
 from pentamesh.run.place import place
 from pentamesh.run.source import tokenizer_of
-from pentamesh.run.step import TOKEN_AXES
 from pentamesh.run.world import World, join
 
 __all__ = ["HeldOut", "evaluate", "held_out"]

@@ -23,7 +23,7 @@ from pentamesh.errors import Drift, InputError, Problem
 from pentamesh.job.precision import Precision
 from pentamesh.layout.mesh import AXES, Layout
 from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
-from pentamesh.layout.rules import SHARDED_KINDS, sharding_of
+from pentamesh.layout.rules import sharding_of
 from pentamesh.layout.split import Split, split
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import Role
@@ -73,8 +73,7 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     if layout.mesh.tp > 1:
         cut(built, model, layout, world)
     recompute(built, policy, world.device)
-    sharded = Role.STATE in SHARDED_KINDS[layout.shard]
-    if sharded:
+    if layout.cuts_state:
         _fully_shard(built, model, policy, precision, world)
     elif precision.compute != precision.weight:
         _cast_while_used(built, torch_dtype(precision.compute))
@@ -83,7 +82,7 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     _materialise(built, model, world)
     together("reading weights", lambda: _fill(built, model, layout, world, torch_dtype(precision.weight), fill))
     check(built, model, layout, precision, world)
-    return built if sharded or layout.mesh.dp_replicate == 1 else _replicate(built, policy, world)
+    return built if layout.cuts_state or layout.mesh.dp_replicate == 1 else _replicate(built, policy, world)
 
 
 def _fully_shard(built: nn.Module, model: ModelSpec, policy: Policy, precision: Precision, world: World) -> None:
@@ -200,7 +199,7 @@ def check(built: nn.Module, model: ModelSpec, layout: Layout, precision: Precisi
 
 def _placements(held: Split, layout: Layout) -> tuple[str, ...]:
     """The placements, by name, of what fully_shard cuts of a tensor: over the data axes, of the part that the other axes leave to this rank."""
-    if Role.STATE not in SHARDED_KINDS[layout.shard]:
+    if not layout.cuts_state:
         return ()
     copies = ("Replicate",) if layout.mesh.dp_replicate > 1 else ()
     position, _ = sharding_of(held.tensor, Role.STATE, layout)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from pentamesh.layout.mesh import DATA_AXES
+from pentamesh.layout.mesh import TOKEN_AXES
 from pentamesh.layout.policy import Policy
 from pentamesh.layout.rhythm import norm_axes
 from pentamesh.layout.split import split
@@ -25,8 +25,6 @@ from pentamesh.run.tensor import sum_partial_gradients
 from pentamesh.run.world import World
 
 __all__ = ["StepResult", "Trainee", "accumulate", "grad_norm", "take_step"]
-
-TOKEN_AXES = (*DATA_AXES, "cp")
 
 
 @dataclass(frozen=True)
@@ -114,12 +112,13 @@ def _reducing(module: nn.Module, policy: Policy, *, last: bool) -> Iterator[None
 def grad_norm(trainee: Trainee) -> float:
     """The 2-norm of the whole gradient, each logical parameter counted once; the same on every rank.
 
-    Squares are summed in float64 over the axes that cut some gradient; a tensor that such an axis does not cut is held by all its ranks and
-    weighs one share.
+    Squares are summed in float64 over the axes that part gradients; a tensor that such an axis does not cut is held by all its ranks and
+    weighs one share. Stages hold different tensors.
     """
     model, parameters, world = trainee.model, trainee.parameters, trainee.world
     axes, mesh = norm_axes(model, world.layout), world.layout.mesh
-    weights = {t.name: 1.0 / mesh.degree(*(set(axes) - set(split(t, Role.STATE, world.layout).axes))) for t in model.parameters}
+    alike = set(axes) - {"pp"}
+    weights = {t.name: 1.0 / mesh.degree(*(alike - set(split(t, Role.STATE, world.layout).axes))) for t in model.parameters}
     grads = {name: local(p.grad) for name, p in parameters.items() if p.grad is not None}
     norms = torch.stack(torch._foreach_norm(list(grads.values()), dtype=torch.float64))
     shares = torch.tensor([weights[name] for name in grads], dtype=torch.float64, device=norms.device)

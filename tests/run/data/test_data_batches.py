@@ -123,5 +123,7 @@ def test_held_out_rows_are_seen_once_and_ranks_stay_in_step(n: int, micro_batch:
 
 
 def test_a_global_batch_that_ranks_cannot_share() -> None:
-    with pytest.raises(InputError, match=r"micro_batch 2 x data 4 ranks does not divide global_batch 12(.|\n)*multiple of 8"):
+    with pytest.raises(
+        InputError, match=r"global_batch = 12 is not a multiple of micro_batch x data ranks = 2 x 4 = 8(.|\n)*use global_batch = 8 or 16"
+    ):
         Batches(samples_of([1]), 0, 12, 2, 0, 4)

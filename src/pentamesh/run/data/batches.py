@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from pentamesh.errors import InputError
+from pentamesh.job.division import uneven_batch
 from pentamesh.run.data.samples import Samples
 
 __all__ = ["IGNORED", "Batches", "Micro", "collate", "held_out_batches", "order"]
@@ -88,9 +89,8 @@ class Batches:
     seq_multiple: int = 1
 
     def __post_init__(self) -> None:
-        if self.global_batch % (self.micro_batch * self.data_degree):
-            what = f"micro_batch {self.micro_batch} x data {self.data_degree} ranks does not divide global_batch {self.global_batch}"
-            raise InputError(what, where="batch.global_batch", hint=f"use a multiple of {self.micro_batch * self.data_degree}")
+        if found := uneven_batch(self.global_batch, self.micro_batch, self.data_degree):
+            raise InputError(found.what, where="batch.global_batch", hint=found.hint)
 
     @property
     def num_micros(self) -> int:

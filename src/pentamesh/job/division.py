@@ -1,0 +1,47 @@
+"""How a batch and a sequence divide among ranks: what is left over, and the sizes near it that leave nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["Uneven", "sequence_pieces", "uneven_batch", "uneven_sequence"]
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """What does not divide, with its numbers, and the sizes that would."""
+
+    what: str
+    hint: str
+
+
+def uneven_batch(global_batch: int, micro_batch: int, data_ranks: int) -> Uneven | None:
+    """Whether `global_batch` sequences are no whole number of micro-batches on every one of `data_ranks`."""
+    ranks = f" x data ranks = {micro_batch} x {data_ranks}" if data_ranks > 1 else ""
+    return _uneven("global_batch", global_batch, micro_batch * data_ranks, f"micro_batch{ranks}")
+
+
+def uneven_sequence(seq_len: int, context: int, tensor: int, *, ring: bool = True) -> Uneven | None:
+    """Whether a sequence is no whole number of pieces over `context` ranks, and over `tensor` ranks that cut the stream (1 where none do)."""
+    factors = _pieces(context, tensor, ring)
+    named = " x ".join(name for name, count in factors.items() if count > 1)
+    return _uneven("seq_len", seq_len, math.prod(factors.values()), named)
+
+
+def sequence_pieces(context: int, tensor: int, *, ring: bool = True) -> int:
+    """Pieces that a sequence is cut into, of equal length."""
+    return math.prod(_pieces(context, tensor, ring).values())
+
+
+def _pieces(context: int, tensor: int, ring: bool) -> dict[str, int]:
+    """By what; a causal ring gives each context rank an early and a late piece, so that its work is even."""
+    return {"2": 2 if ring and context > 1 else 1, "context": context, "tensor": tensor}
+
+
+def _uneven(key: str, size: int, unit: int, named: str) -> Uneven | None:
+    if size % unit == 0:
+        return None
+    below = size // unit * unit
+    works = " or ".join(str(near) for near in (below, below + unit) if near)
+    return Uneven(f"{key} = {size} is not a multiple of {named} = {unit}", f"use {key} = {works}")
