@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pentamesh.checkpoint.disk import check_room
-from pentamesh.checkpoint.keep import agreed, prune, published
+from pentamesh.checkpoint.keep import agreed, prune
 from pentamesh.checkpoint.together import first, together
-from pentamesh.checkpoint.weights import Weights
 from pentamesh.errors import InputError, Problem, RunFailed
-from pentamesh.model.read import read_model
-from pentamesh.model.spec import ModelSpec
-from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.receipt import receipt
 from pentamesh.run.after import export_run
-from pentamesh.run.board import Board
-from pentamesh.run.data.batches import Batches
-from pentamesh.run.data.prepare import prepare
-from pentamesh.run.data.samples import Prepared, open_prepared
 from pentamesh.run.evaluate import held_out
 from pentamesh.run.folder import RunFolder, write_json
-from pentamesh.run.initial import initial
 from pentamesh.run.measurements import Measurements
-from pentamesh.run.optim import adamw, learning_rate, set_learning_rate
+from pentamesh.run.optim import learning_rate, set_learning_rate
 from pentamesh.run.options import Options
 from pentamesh.run.peak import count_allocations, rss_peak_bytes
-from pentamesh.run.place import Filler, parameters_of, place
-from pentamesh.run.progress import Progress
-from pentamesh.run.source import model_folder, tokenizer_of
+from pentamesh.run.set_up import Run, set_up
 from pentamesh.run.state import Counters, restore, store
-from pentamesh.run.state import tensors as state_tensors
-from pentamesh.run.step import StepResult, Trainee, take_step
+from pentamesh.run.step import StepResult, take_step
 from pentamesh.run.world import World
 from pentamesh.units import format_path
 
@@ -45,21 +30,6 @@ __all__ = ["MAX_UNUSABLE_STEPS", "Ending", "run"]
 
 # A loss that is not finite may be one bad batch; this many in a row are a broken run.
 MAX_UNUSABLE_STEPS = 10
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything that stays the same while the loop runs."""
-
-    plan: Plan
-    folder: RunFolder
-    world: World
-    trainee: Trainee
-    prepared: Prepared
-    batches: Batches
-    num_steps: int
-    progress: Progress
-    board: Board
 
 
 @dataclass(frozen=True)
@@ -75,9 +45,10 @@ def run(plan: Plan, folder: RunFolder, world: World, options: Options) -> Ending
 
     Raises PentameshError for what can be said clearly; the same on every rank where the cause is shared.
     """
-    count_allocations()
+    if world.device.type == "cpu":
+        count_allocations()
     torch.manual_seed(plan.job.training.seed + world.rank)
-    made = _set_up(plan, folder, world)
+    made = set_up(plan, folder, world)
     counters = _start(made, options)
     measured = Measurements(plan, made.trainee, from_step=counters.step + 1)
     last = min(made.num_steps, options.stop_at or made.num_steps)
@@ -87,79 +58,6 @@ def run(plan: Plan, folder: RunFolder, world: World, options: Options) -> Ending
     counters = _train(made, counters, last, measured)
     made.board.close()
     return Ending("done" if counters.step == made.num_steps else "stopped", _finish(made, measured, counters))
-
-
-def _set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
-    job = plan.job
-    source = _source(plan, folder)
-    model = read_model(str(source))
-    check_model(plan.model, model_facts(model), str(source), "plan it again, or put the model back as it was")
-    prepared = _prepare(plan, model, source, folder)
-    num_steps, in_run = _length(plan, len(prepared.train))
-    trainee = _trainee(plan, model, source, world)
-    first("looking for room for checkpoints", lambda: check_room(folder.checkpoints, _room(trainee, plan, folder)))
-    batches = Batches(
-        prepared.train,
-        job.training.seed,
-        job.batch.global_batch,
-        job.batch.micro_batch,
-        world.data_rank,
-        world.data_degree,
-        num_samples_in_run=in_run,
-        seq_multiple=plan.layout.seq_multiple,
-    )
-    board = Board(folder.tensorboard if job.logging.tensorboard and world.is_first else None)
-    return Run(plan, folder, world, trainee, prepared, batches, num_steps, Progress(plan, num_steps, job.logging.every), board)
-
-
-def _room(trainee: Trainee, plan: Plan, folder: RunFolder) -> int:
-    """Bytes that checkpoints still need on disk: those that are kept and the one being written, less those that are there."""
-    each = sum(t.nbytes for t in state_tensors(trainee).values())  # of whole tensors, also where a rank holds a part
-    return each * max(1, plan.job.checkpoint.keep + 1 - len(published(folder.checkpoints)))
-
-
-def _source(plan: Plan, folder: RunFolder) -> Path:
-    first("finding the model", lambda: model_folder(plan.job.model, folder.base))  # downloaded or unpacked once
-    return model_folder(plan.job.model, folder.base)
-
-
-def _prepare(plan: Plan, model: ModelSpec, source: Path, folder: RunFolder) -> Prepared:
-    """Tokenise once, on rank 0; every rank then maps the same files."""
-
-    def work() -> None:
-        prepare(plan.job, tokenizer_of(source), Path(), folder.data)
-
-    first("preparing the data", work)
-    found = open_prepared(folder.data)
-    held_out = found.held_out and found.held_out.within(model.vocab, str(source))
-    return replace(found, train=found.train.within(model.vocab, str(source)), held_out=held_out)
-
-
-def _length(plan: Plan, num_samples: int) -> tuple[int, int | None]:
-    """Optimizer steps of the run, and how many samples it sees where epochs say so (its last step may be smaller)."""
-    training = plan.job.training
-    if training.steps is not None:
-        return training.steps, None
-    if training.epochs is None:
-        raise InputError("the job says neither `training.steps` nor `training.epochs`", where="training")
-    in_run = max(1, round(num_samples * training.epochs))
-    return math.ceil(in_run / plan.job.batch.global_batch), in_run
-
-
-def _trainee(plan: Plan, model: ModelSpec, source: Path, world: World) -> Trainee:
-    module = place(model, plan.layout, plan.policy, plan.precision, world, _filler(plan, model, source, world))
-    parameters = parameters_of(module)
-    optimizer = adamw(parameters, model, plan.job.optimizer, plan.precision, world, plan.job.training.seed)
-    return Trainee(module, parameters, optimizer, model, plan.policy, world)
-
-
-def _filler(plan: Plan, model: ModelSpec, source: Path, world: World) -> Filler:
-    if plan.job.method == "pretrain":
-        seed, std = plan.job.training.seed, float(model.config.get("initializer_range", 0.02))
-        return lambda tensor, held, rank, dtype: initial(tensor, held, rank, seed=seed, std=std, dtype=dtype, device=world.device)
-    weights = Weights.open(source)
-    weights.check(model)
-    return lambda tensor, held, rank, dtype: weights.read(tensor, held, rank, dtype, world.device)
 
 
 def _start(made: Run, options: Options) -> Counters:

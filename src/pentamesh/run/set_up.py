@@ -1,0 +1,124 @@
+"""Set-up: from a plan and a world to everything that stays the same while the loop runs - model, data, optimizer, and room for checkpoints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pentamesh.checkpoint.disk import check_room
+from pentamesh.checkpoint.keep import published
+from pentamesh.checkpoint.together import first
+from pentamesh.checkpoint.weights import Weights
+from pentamesh.errors import InputError
+from pentamesh.model.read import read_model
+from pentamesh.model.spec import ModelSpec
+from pentamesh.plan.drift import check_model, model_facts
+from pentamesh.plan.plan import Plan
+from pentamesh.run.board import Board
+from pentamesh.run.data.batches import Batches
+from pentamesh.run.data.prepare import prepare
+from pentamesh.run.data.samples import Prepared, open_prepared
+from pentamesh.run.folder import RunFolder
+from pentamesh.run.initial import initial
+from pentamesh.run.optim import adamw
+from pentamesh.run.place import Filler, parameters_of, place
+from pentamesh.run.progress import Progress
+from pentamesh.run.source import model_folder, tokenizer_of
+from pentamesh.run.state import tensors as state_tensors
+from pentamesh.run.step import Trainee
+from pentamesh.run.world import World
+
+__all__ = ["Run", "set_up"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that stays the same while the loop runs."""
+
+    plan: Plan
+    folder: RunFolder
+    world: World
+    trainee: Trainee
+    prepared: Prepared
+    batches: Batches
+    num_steps: int
+    progress: Progress
+    board: Board
+
+
+def set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
+    """A run that is ready for its first step. Collective: every rank calls it.
+
+    Raises PentameshError: for a model or data that cannot be used, and Drift for another model than was planned.
+    """
+    job = plan.job
+    source = _source(plan, folder)
+    model = read_model(str(source))
+    check_model(plan.model, model_facts(model), str(source), "plan it again, or put the model back as it was")
+    prepared = _prepare(plan, model, source, folder)
+    num_steps, in_run = _length(plan, len(prepared.train))
+    trainee = _trainee(plan, model, source, world)
+    first("looking for room for checkpoints", lambda: check_room(folder.checkpoints, _room(trainee, plan, folder)))
+    batches = Batches(
+        prepared.train,
+        job.training.seed,
+        job.batch.global_batch,
+        job.batch.micro_batch,
+        world.data_rank,
+        world.data_degree,
+        num_samples_in_run=in_run,
+        seq_multiple=plan.layout.seq_multiple,
+    )
+    board = Board(folder.tensorboard if job.logging.tensorboard and world.is_first else None)
+    return Run(plan, folder, world, trainee, prepared, batches, num_steps, Progress(plan, num_steps, job.logging.every), board)
+
+
+def _room(trainee: Trainee, plan: Plan, folder: RunFolder) -> int:
+    """Bytes that checkpoints still need on disk: those that are kept and the one being written, less those that are there."""
+    each = sum(t.nbytes for t in state_tensors(trainee).values())  # of whole tensors, also where a rank holds a part
+    return each * max(1, plan.job.checkpoint.keep + 1 - len(published(folder.checkpoints)))
+
+
+def _source(plan: Plan, folder: RunFolder) -> Path:
+    first("finding the model", lambda: model_folder(plan.job.model, folder.base))  # downloaded or unpacked once
+    return model_folder(plan.job.model, folder.base)
+
+
+def _prepare(plan: Plan, model: ModelSpec, source: Path, folder: RunFolder) -> Prepared:
+    """Tokenise once, on rank 0; every rank then maps the same files."""
+
+    def work() -> None:
+        prepare(plan.job, tokenizer_of(source), Path(), folder.data)
+
+    first("preparing the data", work)
+    found = open_prepared(folder.data)
+    held_out = found.held_out and found.held_out.within(model.vocab, str(source))
+    return replace(found, train=found.train.within(model.vocab, str(source)), held_out=held_out)
+
+
+def _length(plan: Plan, num_samples: int) -> tuple[int, int | None]:
+    """Optimizer steps of the run, and how many samples it sees where epochs say so (its last step may be smaller)."""
+    training = plan.job.training
+    if training.steps is not None:
+        return training.steps, None
+    if training.epochs is None:
+        raise InputError("the job says neither `training.steps` nor `training.epochs`", where="training")
+    in_run = max(1, round(num_samples * training.epochs))
+    return math.ceil(in_run / plan.job.batch.global_batch), in_run
+
+
+def _trainee(plan: Plan, model: ModelSpec, source: Path, world: World) -> Trainee:
+    module = place(model, plan.layout, plan.policy, plan.precision, world, _filler(plan, model, source, world))
+    parameters = parameters_of(module)
+    optimizer = adamw(parameters, model, plan.job.optimizer, plan.precision, world, plan.job.training.seed)
+    return Trainee(module, parameters, optimizer, model, plan.policy, world)
+
+
+def _filler(plan: Plan, model: ModelSpec, source: Path, world: World) -> Filler:
+    if plan.job.method == "pretrain":
+        seed, std = plan.job.training.seed, float(model.config.get("initializer_range", 0.02))
+        return lambda tensor, held, rank, dtype: initial(tensor, held, rank, seed=seed, std=std, dtype=dtype, device=world.device)
+    weights = Weights.open(source)
+    weights.check(model)
+    return lambda tensor, held, rank, dtype: weights.read(tensor, held, rank, dtype, world.device)
