@@ -128,10 +128,13 @@ class _Reader:
     at: int = 0
 
     def take(self, num_bytes: int) -> bytes:
+        self.skip(num_bytes)
+        return self.data[self.at - num_bytes : self.at]
+
+    def skip(self, num_bytes: int) -> None:
         if self.at + num_bytes > len(self.data):
             raise ValueError(f"{num_bytes:,} bytes are expected at byte {self.at:,}, and it has {len(self.data):,}")
         self.at += num_bytes
-        return self.data[self.at - num_bytes : self.at]
 
     def number(self, form: str) -> Any:
         (value,) = struct.unpack_from(form, self.data, self.at)
@@ -147,13 +150,14 @@ class _Reader:
         if kind != ARRAY:
             return self.number(NUMBERS[kind])
         inner, length = self.number("<I"), self.number("<Q")
-        if inner in NUMBERS and length > MAX_KEPT:
-            self.take(struct.calcsize(NUMBERS[inner]) * length)
-            return length
-        values = [self.value(inner) for _ in range(length)] if inner in NUMBERS else None
-        for _ in range(length if values is None else 0):
-            self.value(inner)
-        return length if values is None else values
+        if inner in NUMBERS and length <= MAX_KEPT:
+            return [self.value(inner) for _ in range(length)]
+        if inner in NUMBERS:
+            self.skip(struct.calcsize(NUMBERS[inner]) * length)
+        else:
+            for _ in range(length):
+                self.skip(self.number("<Q")) if inner == TEXT else self.value(inner)
+        return length
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dims = self.text(), self.number("<I")

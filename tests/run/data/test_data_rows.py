@@ -101,7 +101,7 @@ MESSAGES = [
     ('{"conversations": []}', r"it looks like the sharegpt form"),
     ('{"prompt": "x", "completion": "y"}', r"it looks like the prompt_completion form"),
     ('{"text": "x"}', r"it looks like the text form"),
-    ('{"messages": [], "chosen": "x"}', r"rows of the preference form: that form comes later"),
+    ('{"prompt": [], "chosen": "x"}', r"rows of the preference form: that form comes later(.|\n)*set data.form"),
     ('{"input_ids": [1]}', r"rows of the pre-tokenised form"),
 ]
 

@@ -168,7 +168,7 @@ FAULTS: list[tuple[Form, dict[str, Any], str]] = [
     ("prompt_completion", {"prompt": "x", "completion": []}, "`prompt` is a string and `completion` is a list"),
     ("prompt_completion", {"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "user", "content": "y"}]}, "no assistant turn"),
     ("prompt_completion", {"prompt": [{"role": "user"}], "completion": []}, "`prompt[0]` has no `content`"),
-    ("text", {"text": "x", "rejected": 1, "chosen": 2}, "rows of the preference form"),
+    ("text", {"prompt": "x", "rejected": 1, "chosen": 2}, "rows of the preference form"),
 ]
 
 
@@ -187,6 +187,13 @@ def test_forms_are_not_mixed_and_every_place_is_named(write_rows: Any, talk: Any
         read(path)
     assert re.findall(r"it looks like the (\w+) form", str(error.value)) == ["alpaca", "text"]
     assert f"where  {path}:3, {path}:4" in str(error.value)
+
+
+def test_messages_beside_preferences_are_trained_when_asked_for(write_rows: Any, talk: Any) -> None:
+    path = write_rows([{"messages": talk("hello", "fine"), "chosen": talk("hello", "fine"), "rejected": talk("hello", "bye")}])
+    with pytest.raises(InputError, match=r"rows of the preference form(.|\n)*set data\.form: messages"):
+        form_of((path,), "auto")
+    assert [sample.content for sample in read(path, "messages")] == [Conversation(talk("hello", "fine"))]
 
 
 def test_every_form_is_in_the_job_and_its_example_is_of_the_form() -> None:

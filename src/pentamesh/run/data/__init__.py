@@ -1,7 +1,8 @@
 """Data, from files to micro-batches.
 
-    files on disk --rows--> checked rows --encode--> token ids and targets --prepare--> memory-mapped samples --batches--> Micro
+    places --rows--> rows --forms--> content --encode--> token ids and targets --prepare--> memory-mapped samples --batches--> Micro
 
-`rows` reads and `forms` judges, `chat` and `tokens` say what is trained, `prepare` does it once per job, `samples` is what every rank maps,
-and `batches` is a pure function of (seed, samples consumed).
+`places` finds files and hub data sets, `rows` reads them (`arrays` takes JSON arrays apart), `forms` and `turns` judge a row and say what its
+content is, `chat` and `tokens` say what is trained, `prepare` does it once per job, `samples` is what every rank maps, and `batches` is a pure
+function of (seed, samples consumed).
 """

@@ -94,7 +94,7 @@ def _content(row: Row, form: Form) -> Content | list[Problem]:
     """What is trained on of `row`, or everything that keeps it from being trained on in this form."""
     if not isinstance(row.value, dict):
         return [_not_an_object(row, form)]
-    if any(key not in row.value for key in FORMS[form].keys) or any(key in row.value for key in OTHER_FORMS):
+    if any(key not in row.value for key in FORMS[form].keys):
         return [_missing(row, form)]
     tools = [Problem("`tools` are given, and training on tools comes later", row.where, "take them out")] if row.value.get("tools") else []
     found = FORMS[form].read(row.value, row.where)
@@ -103,7 +103,7 @@ def _content(row: Row, form: Form) -> Content | list[Problem]:
 
 def _looks_like(value: dict[str, Any]) -> Form | None:
     if any(key in value for key in OTHER_FORMS):
-        return None
+        return None  # what else it looks like may be a part of it: that has to be asked for
     return next((form for form, shape in FORMS.items() if all(key in value for key in shape.keys)), None)
 
 
@@ -114,7 +114,8 @@ def _not_an_object(row: Row, form: Form) -> Problem:
 def _missing(row: Row, form: Form) -> Problem:
     """A row without the keys of its form, or with those of one that comes later."""
     if other := next((name for key, name in OTHER_FORMS.items() if key in row.value), None):
-        return Problem(f"rows of the {other} form: that form comes later", row.where, f"forms: {', '.join(FORMS)}")
+        hint = f"to train what else is in the row, set data.form: {', '.join(FORMS)}"
+        return Problem(f"rows of the {other} form: that form comes later", row.where, hint)
     lacking = [key for key in FORMS[form].keys if key not in row.value]
     what = f"no `{lacking[0]}` in the row; its keys: {', '.join(list(row.value)[:8]) or 'none'}"
     if looks := _looks_like(row.value):

@@ -85,9 +85,7 @@ def prepare(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Pa
     partial = _empty(_partial(folder))
     try:
         splits = _write(job, asked, encode, held, partial, progress)
-        pad_id = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
-        report = {"schema": SCHEMA, "version": VERSION, "fingerprint": fingerprint, "form": asked.form, "seq_len": job.batch.seq_len}
-        report |= {"too_long": job.data.too_long, "pad_id": pad_id, "repeated_rows": num_repeated, "splits": splits}
+        report = _facts(job, tokenizer, asked) | {"fingerprint": fingerprint, "repeated_rows": num_repeated, "splits": splits}
         (partial / MANIFEST).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
@@ -95,6 +93,12 @@ def prepare(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Pa
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return open_prepared(folder)
+
+
+def _facts(job: Job, tokenizer: PreTrainedTokenizerBase, asked: Source) -> dict[str, Any]:
+    pad_id = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
+    facts = {"schema": SCHEMA, "version": VERSION, "form": asked.form, "seq_len": job.batch.seq_len}
+    return facts | {"too_long": job.data.too_long, "pad_id": pad_id}
 
 
 def _partial(folder: Path) -> Path:

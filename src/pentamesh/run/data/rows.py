@@ -149,11 +149,11 @@ def _json(file: Path) -> Iterator[Row | Problem]:
     elif start:
         whole = _whole(file)
         found = whole if isinstance(whole, Problem) else _parsed(whole, str(file))
-        yield from _lines(file) if isinstance(found, Problem) and first[1] and start.startswith(b"{") else [found]
+        torn_line = isinstance(found, Problem) and first[1] and start.startswith(b"{")
+        yield from _lines(file) if torn_line else [found]
 
 
 def _array(file: Path) -> Iterator[Row | Problem]:
-    index = 0
     with file.open("rb") as binary:
         try:
             for index, element in enumerate(elements(binary, MAX_ROW_BYTES)):
