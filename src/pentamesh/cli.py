@@ -171,10 +171,11 @@ def train_command(
 
     The run folder (`logging.folder`, or runs/JOB) gets plan.json, metrics.jsonl, checkpoints, receipt.json, outcome.json and the export.
     """
+    from pentamesh.run.asked import read_asked
     from pentamesh.run.launch import train
     from pentamesh.run.options import Options
 
-    raise SystemExit(train(target, set_ or [], Options(resume, stop_at), even_so=even_so))
+    raise SystemExit(train(lambda: read_asked(target, set_ or []), Options(resume, stop_at), even_so=even_so))
 
 
 @app.command("evaluate")
@@ -194,11 +195,11 @@ def evaluate_command(
     from pentamesh.job.precision import PRECISIONS
     from pentamesh.job.read import read_job
     from pentamesh.model.read import resolved
+    from pentamesh.run.asked import located
     from pentamesh.run.evaluate import evaluate
-    from pentamesh.run.launch import located
     from pentamesh.run.source import model_folder, model_source
 
-    job = located(read_job(job_file, set_ or [])[0], job_file)
+    job = located(read_job(job_file, set_ or [])[0], job_file.parent, job_file.stem)
     asked = job.model.model_copy(update={"name": resolved(str(model))}) if model else job.model
     with TemporaryDirectory(prefix="pentamesh-") as scratch:
         found = evaluate(job, model_folder(asked, Path(scratch) / "base"), PRECISIONS[_precision(precision)])
@@ -237,11 +238,11 @@ def data_preview_command(
     Example: `pentamesh data preview job.yaml --rows 5`
     """
     from pentamesh.job.read import read_job
+    from pentamesh.run.asked import located
     from pentamesh.run.data.preview import collect
-    from pentamesh.run.launch import located
     from pentamesh.run.source import model_source, tokenizer_of
 
-    job = located(read_job(job_file, set_ or [])[0], job_file)
+    job = located(read_job(job_file, set_ or [])[0], job_file.parent, job_file.stem)
     found = collect(job, tokenizer_of(model_source(job.model)), Path(), rows).to_json()
     if as_json:
         typer.echo(json.dumps(found, indent=2))

@@ -16,9 +16,9 @@ import pytest
 from pentamesh import cli
 from pentamesh.errors import InputError
 from pentamesh.job.read import read_job
+from pentamesh.run.asked import located
 from pentamesh.run.data import rows
 from pentamesh.run.data.prepare import prepare
-from pentamesh.run.launch import located
 from pentamesh.run.source import tokenizer_of
 from tests.run import toy
 
@@ -157,7 +157,7 @@ def test_one_clear_error(job: Path, case: str, monkeypatch: pytest.MonkeyPatch, 
     assert what in said.err
     assert where in said.err
     asked, _ = read_job(job, overrides)
-    asked = located(asked, job)
+    asked = located(asked, job.parent, job.stem)
     with pytest.raises(InputError) as error:
         prepare(asked, tokenizer_of(job.parent / "model"), Path(), job.parent / "prepared")
     assert where in str(error.value)
@@ -165,7 +165,7 @@ def test_one_clear_error(job: Path, case: str, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_rows_that_are_too_long_leave_nothing_behind(job: Path) -> None:
-    asked = located(read_job(job, ["batch.seq_len=4"])[0], job)
+    asked = located(read_job(job, ["batch.seq_len=4"])[0], job.parent, job.stem)
     with pytest.raises(InputError, match=r"rows are longer than batch.seq_len = 4(.|\n)*rows\.jsonl:1"):
         prepare(asked, tokenizer_of(job.parent / "model"), Path(), job.parent / "prepared")
     assert list(job.parent.glob("prepared*")) == []
@@ -175,13 +175,13 @@ def test_rows_that_are_too_long_leave_nothing_behind(job: Path) -> None:
 def test_a_file_that_may_not_be_read(job: Path) -> None:
     (job.parent / "rows.jsonl").chmod(0)
     with pytest.raises(InputError, match="cannot be read: Permission denied"):
-        prepare(located(read_job(job)[0], job), tokenizer_of(job.parent / "model"), Path(), job.parent / "prepared")
+        prepare(located(read_job(job)[0], job.parent, job.stem), tokenizer_of(job.parent / "model"), Path(), job.parent / "prepared")
 
 
 def test_windows_line_ends_and_byte_order_marks_are_no_fault(job: Path) -> None:
     found = {}
     for name, data in (("unix", LINE * 3), ("windows", b"\xef\xbb\xbf" + (LINE * 3).replace(b"\n", b"\r\n")), ("no end", (LINE * 3).rstrip())):
         (job.parent / "rows.jsonl").write_bytes(data)
-        asked = located(read_job(job)[0], job)
+        asked = located(read_job(job)[0], job.parent, job.stem)
         found[name] = prepare(asked, tokenizer_of(job.parent / "model"), Path(), job.parent / "prepared").train_digest
     assert len(set(found.values())) == 1

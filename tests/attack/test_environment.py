@@ -9,6 +9,7 @@ import pytest
 from pentamesh.errors import InputError
 from pentamesh.job.precision import PRECISIONS
 from pentamesh.job.read import read_job
+from pentamesh.run.asked import read_asked
 from pentamesh.run.evaluate import evaluate
 from pentamesh.run.launch import train
 from pentamesh.run.options import Options
@@ -33,7 +34,7 @@ def test_a_rank_beyond_the_world_is_refused_before_it_waits(monkeypatch: pytest.
 def test_training_under_a_garbled_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(InputError, match="RANK = 'first' is not a whole number"):
-        train(tmp_path / "job.yaml", (), Options())
+        train(lambda: read_asked(tmp_path / "job.yaml"), Options())
 
 
 def test_evaluation_is_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from pentamesh.job.precision import PRECISIONS
 from pentamesh.job.read import read_job
 from pentamesh.model.config import ACTIVATIONS, ROPE_TYPES
 from pentamesh.model.read import resolved
+from pentamesh.run.asked import located
 from pentamesh.run.data.chat import encode_chat
 from pentamesh.run.evaluate import evaluate
-from pentamesh.run.launch import located
 from pentamesh.run.source import model_source, tokenizer_of
 from tests.run import toy
 
@@ -56,7 +56,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     edit(folder / "config.json", vocab_size=100)
     path = toy.job(folder.parent)
-    job = located(read_job(path)[0], path)
+    job = located(read_job(path)[0], path.parent, path.stem)
     with pytest.raises(InputError, match=r"the vocabulary of .*model has 100 tokens"):
         evaluate(job, folder, PRECISIONS["fp32"])
 

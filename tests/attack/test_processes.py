@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pentamesh.errors import InputError
+from pentamesh.run.asked import read_asked
 from pentamesh.run.launch import keep
 from pentamesh.run.options import Options
 from tests.run import toy
@@ -36,7 +37,7 @@ def test_a_signal_ends_all_and_says_so(tmp_path: Path, number: signal.Signals, c
     wait_for_step(tmp_path, 12)
     ranks = ranks_below(process.pid)
     with pytest.raises(InputError, match=rf"a run is at work in .*: process {process.pid} on "):
-        keep(job, (), Options(resume=True), even_so=False)
+        keep(read_asked(job), Options(resume=True), even_so=False)
     process.send_signal(number)
     _, talk = process.communicate(timeout=30)
     assert process.returncode == code, talk

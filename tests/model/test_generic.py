@@ -196,7 +196,7 @@ def test_what_the_trainer_cannot_do_is_said_by_name(name: str, said: str) -> Non
 
 
 def test_train_refuses_before_it_starts(tmp_path: Path) -> None:
-    from pentamesh.run.launch import planned
+    from pentamesh.run.asked import planned, read_asked
 
     (tmp_path / "rows.jsonl").write_text("{}\n")
     for name in ("gemma2", "phi3"):
@@ -204,9 +204,9 @@ def test_train_refuses_before_it_starts(tmp_path: Path) -> None:
         text = f"model: {name}\ndata: {{train: rows.jsonl}}\nbatch: {{seq_len: 32, global_batch: 8}}\n"
         text += "hardware: 2xCPU\nprecision: fp32\ntraining: {steps: 2}\n"
         (tmp_path / f"{name}.yaml").write_text(text)
-    assert planned(tmp_path / "phi3.yaml", []).model["family"] == "generic"
+    assert planned(read_asked(tmp_path / "phi3.yaml", [])).model["family"] == "generic"
     with pytest.raises(InputError, match="gemma2 is planned but not trained yet: its attention caps logits"):
-        planned(tmp_path / "gemma2.yaml", [])
+        planned(read_asked(tmp_path / "gemma2.yaml", []))
 
 
 # Asking transformers, once

@@ -10,8 +10,8 @@ import pytest
 
 from pentamesh.errors import InputError
 from pentamesh.run import board
+from pentamesh.run.asked import planned, read_asked
 from pentamesh.run.board import Board
-from pentamesh.run.launch import planned
 from pentamesh.run.options import Options
 from tests.run import toy
 from tests.run.test_loop import metrics, trained
@@ -67,5 +67,5 @@ def test_an_absent_package_is_told_before_anything_runs(tmp_path: Path, monkeypa
     monkeypatch.setattr(board, "find_spec", lambda name: None)
     job = toy.job(tmp_path, logging__tensorboard=True)
     with pytest.raises(InputError, match=r"the package tensorboard is not installed\n.*job.yaml logging.tensorboard\nhint: pip install tensorboard"):
-        planned(job, [])
-    assert planned(job, ["logging.tensorboard=false"])
+        planned(read_asked(job, []))
+    assert planned(read_asked(job, ["logging.tensorboard=false"]))

@@ -18,6 +18,7 @@ from pentamesh.checkpoint.manifest import Manifest
 from pentamesh.errors import Drift, InputError, RunFailed
 from pentamesh.plan.plan import Plan
 from pentamesh.run import measurements
+from pentamesh.run.asked import read_asked
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.launch import _cause, keep
 from pentamesh.run.loop import Ending, run
@@ -38,7 +39,7 @@ def rank(folder: Path, options: Options) -> Ending:
 
 def trained(job: Path, options: Options = PLAIN) -> RunFolder:
     """Plan the job and run it in a world of its own."""
-    folder = keep(job, (), options, even_so=False)
+    folder = keep(read_asked(job), options, even_so=False)
     num_ranks = Plan.read(folder.plan).layout.mesh.num_ranks
     outcomes = run_world(rank, num_ranks, folder.path, options)
     assert len(set(outcomes)) == 1
@@ -178,7 +179,7 @@ def test_an_evaluation_leaves_nothing_gathered(tmp_path: Path) -> None:
 def test_another_number_of_processes_is_refused_by_name(tmp_path: Path) -> None:
     trained(toy.job(tmp_path), Options(stop_at=2))
     with pytest.raises(InputError, match="a run of 2 processes is resumed on as many so far, not on 4"):
-        keep(toy.job(tmp_path, hardware="4xCPU"), (), Options(resume=True), even_so=False)
+        keep(read_asked(toy.job(tmp_path, hardware="4xCPU")), Options(resume=True), even_so=False)
 
 
 def test_the_same_rows_in_another_place_are_the_same(tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_a_run_that_would_end_before_its_checkpoint(tmp_path: Path) -> None:
 def test_what_a_first_save_left_is_no_checkpoint(tmp_path: Path) -> None:
     job = toy.job(tmp_path)
     (tmp_path / "runs/job/checkpoints/step-00000002.partial").mkdir(parents=True)
-    assert keep(job, (), PLAIN, even_so=False).plan.exists()
+    assert keep(read_asked(job), PLAIN, even_so=False).plan.exists()
 
 
 def test_a_receipt_says_which_steps_it_is_of(tmp_path: Path) -> None:
@@ -252,7 +253,7 @@ def drifted(folder: Path) -> int:
 
 def test_other_collectives_than_planned_are_drift(tmp_path: Path) -> None:
     """Told by exit code 4 when the model is trained, saved and exported."""
-    folder = keep(toy.job(tmp_path), (), PLAIN, even_so=False)
+    folder = keep(read_asked(toy.job(tmp_path)), PLAIN, even_so=False)
     assert run_world(drifted, 2, folder.path) == [4, 4]
     outcome = json.loads(folder.outcome.read_text())
     assert (outcome["outcome"], outcome["exit_code"], outcome["kind"], outcome["trained"]) == ("drift", 4, "collectives", "done")

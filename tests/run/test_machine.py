@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pentamesh.errors import InputError
+from pentamesh.run.asked import read_asked
 from pentamesh.run.launch import train
 from pentamesh.run.options import Options
 from tests.run import toy
@@ -20,5 +21,5 @@ def test_more_devices_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     job = toy.job(tmp_path, hardware=hardware, batch__global_batch=8192, data__held_out=None, training__evaluate_every=None)
     with pytest.raises(InputError, match=said):
-        train(job, (), Options(), even_so=True)
+        train(lambda: read_asked(job), Options(), even_so=True)
     assert not (tmp_path / "runs").exists()

@@ -14,7 +14,8 @@ from pentamesh.job.read import read_job_text
 from pentamesh.model.read import read_model
 from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.search import plan
-from pentamesh.run.launch import keep, planned
+from pentamesh.run.asked import planned, read_asked
+from pentamesh.run.launch import keep
 from pentamesh.run.options import Options
 from pentamesh.run.worlds import run_world
 from tests.run import toy
@@ -31,12 +32,12 @@ def rope(theta: float) -> dict[str, Any]:
 
 
 def test_a_plan_is_of_the_model_that_it_was_made_for(tmp_path: Path) -> None:
-    made = planned(toy.job(tmp_path, hardware="1xCPU"), [])
+    made = planned(read_asked(toy.job(tmp_path, hardware="1xCPU"), []))
     made.write(tmp_path / "plan.json")
-    assert planned(tmp_path / "plan.json", []).model == made.model
+    assert planned(read_asked(tmp_path / "plan.json", [])).model == made.model
     toy.model_folder(tmp_path / "model", intermediate_size=64)
     with pytest.raises(Drift) as caught:
-        keep(tmp_path / "plan.json", (), Options(), even_so=False)
+        keep(read_asked(tmp_path / "plan.json"), Options(), even_so=False)
     said = [problem.what for problem in caught.value.problems]
     assert "ffn is 64, and 56 in the plan" in said
     assert any(what.startswith("num_parameters is ") for what in said)
@@ -46,22 +47,22 @@ def test_a_plan_is_of_the_model_that_it_was_made_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [rope(5e5), {"hidden_act": "gelu"}, {"rms_norm_eps": 0.1}, {"attention_dropout": 0.5}])
 def test_what_no_size_shows(tmp_path: Path, change: dict[str, Any]) -> None:
-    planned(toy.job(tmp_path, hardware="1xCPU"), []).write(tmp_path / "plan.json")
+    planned(read_asked(toy.job(tmp_path, hardware="1xCPU"), [])).write(tmp_path / "plan.json")
     changed(tmp_path / "model", **change)
     with pytest.raises(Drift, match=f"config.json: {next(iter(change))} is "):
-        planned(tmp_path / "plan.json", [])
+        planned(read_asked(tmp_path / "plan.json", []))
 
 
 def test_what_is_not_computed_with_may_change(tmp_path: Path) -> None:
-    planned(toy.job(tmp_path, hardware="1xCPU"), []).write(tmp_path / "plan.json")
+    planned(read_asked(toy.job(tmp_path, hardware="1xCPU"), [])).write(tmp_path / "plan.json")
     changed(tmp_path / "model", transformers_version="9.9", eos_token_id=1, use_cache=False)
-    assert planned(tmp_path / "plan.json", [])
+    assert planned(read_asked(tmp_path / "plan.json", []))
 
 
 def test_ranks_look_again(tmp_path: Path) -> None:
     """Between planning and running, or on another node, the folder may be another."""
     job = toy.job(tmp_path, hardware="1xCPU")
-    folder = keep(job, (), Options(), even_so=False)
+    folder = keep(read_asked(job), Options(), even_so=False)
     changed(tmp_path / "model", **rope(5e5))
     with pytest.raises(Drift, match=r"rope_parameters is .*500000.* in the plan"):
         run_world(rank, 1, folder.path, Options())
@@ -73,7 +74,7 @@ def test_a_checkpoint_is_of_the_model_that_it_was_trained_as(tmp_path: Path) -> 
     trained(job, Options(stop_at=2))
     changed(tmp_path / "model", **rope(5e5))
     with pytest.raises(Drift, match="the model of the checkpoint"):
-        keep(job, (), Options(resume=True), even_so=False)
+        keep(read_asked(job), Options(resume=True), even_so=False)
 
 
 def test_a_plan_from_the_catalogue_answers_for_sizes(tmp_path: Path) -> None:

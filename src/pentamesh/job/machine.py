@@ -11,12 +11,13 @@ from pathlib import Path
 from pentamesh.errors import InputError
 from pentamesh.job.device import Device, Link, find_gpu
 
-__all__ = ["cpu_device", "gloo_link", "num_processes", "this_machines_gpus"]
+__all__ = ["cpu_device", "gloo_link", "num_processes", "this_machines_fabric", "this_machines_gpus"]
 
 # One x86-64 core with AVX-512, torch's GEMM: 93-98 GFLOP/s in fp32, 205-226 in bf16; a copy of 512 MiB: 40 GB/s.
 CORE_FLOP_PER_S = {"float32": 95e9, "bfloat16": 215e9}
 CORE_MEMORY_BYTES_PER_S = 40e9
 CPU_SOURCE = "measured: GEMM on one x86-64 core with AVX-512, 95 GFLOP/s fp32 and 215 bf16 - an order of magnitude for other machines"
+SYSTEM = Path("/sys/class")
 # What the system and other programs keep of the host memory.
 SHARE_FOR_THE_SYSTEM = 0.1
 
@@ -74,6 +75,28 @@ def this_machines_gpus() -> tuple[list[Device], tuple[str, ...]]:
     found = [(find_gpu(name.strip()), memory.strip()) for name, memory in rows]
     devices = [_reported(device, memory) for (device, _), memory in found]
     return devices, tuple(dict.fromkeys(note for (_, notes), _ in found for note in notes))
+
+
+def this_machines_fabric() -> str | None:
+    """What joins this machine to others, as `hardware` writes it (`8x400gbps`): its active InfiniBand ports, else its fastest wire; None where the
+    system says nothing.
+
+    Source: Linux, /sys/class/infiniband/*/ports/*/{rate,state} in Gb/s and /sys/class/net/*/speed in Mb/s.
+    """
+    ports = [_said(port / "rate") for port in SYSTEM.glob("infiniband/*/ports/*") if "ACTIVE" in _said(port / "state")]
+    rates = [int(rate) for port in ports if (rate := port.split(" ")[0]).isdigit()]
+    if rates:
+        return f"{rates.count(max(rates))}x{max(rates)}gbps"
+    wires = [_said(wire / "speed") for wire in SYSTEM.glob("net/*") if (wire / "device").exists() and _said(wire / "operstate") == "up"]
+    speeds = [int(speed) for speed in wires if speed.isdigit() and int(speed) >= 1000]
+    return f"{speeds.count(max(speeds))}x{max(speeds) // 1000}gbps" if speeds else None
+
+
+def _said(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # a wire that is down has no speed
+        return ""
 
 
 def _run(command: list[str]) -> str:

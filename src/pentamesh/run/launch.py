@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,105 +17,41 @@ import yaml
 
 from pentamesh.checkpoint.keep import published
 from pentamesh.errors import DoesNotFit, Drift, InputError, PentameshError, Problem, RunFailed
-from pentamesh.job.hardware import Hardware, read_hardware
-from pentamesh.job.job import Job
-from pentamesh.job.read import check_trainable, is_hub_data, read_job, resolve
-from pentamesh.model.families import generic
-from pentamesh.model.read import read_model, resolved
-from pentamesh.model.spec import ModelSpec
-from pentamesh.plan.drift import check_model, model_facts
+from pentamesh.plan.drift import check_model
 from pentamesh.plan.plan import Plan
-from pentamesh.plan.search import plan as make_plan
-from pentamesh.run.board import check_board
+from pentamesh.run.asked import Asked, planned
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.options import Options
+from pentamesh.run.slurm import adopt
 from pentamesh.run.worker import LAUNCHED, work
-from pentamesh.run.world import environment
 from pentamesh.units import format_bytes
 
-__all__ = ["keep", "located", "planned", "train"]
+__all__ = ["keep", "train"]
 
 
-def train(target: Path, overrides: Sequence[str], options: Options, *, even_so: bool = False) -> int:
-    """Run the job in `target` (a job file or a plan.json) to its end and return the exit code.
+def train(ask: Callable[[], Asked], options: Options, *, even_so: bool = False) -> int:
+    """Run what `ask` gives to its end and return the exit code.
 
-    Inside torchrun this process is one rank; otherwise it starts them all. Raises PentameshError with the cause of a failure.
+    Among the processes that torchrun or srun started this one is a rank, and the first one asks; otherwise it starts them all. Raises
+    PentameshError with the cause of a failure.
     """
+    adopt()
     if "RANK" in os.environ:
-        return work(lambda: keep(target, overrides, options, even_so), options)
-    folder = keep(target, overrides, options, even_so, here=True)
+        return work(lambda: keep(ask(), options, even_so), options)
+    folder = keep(ask(), options, even_so, here=True)
     return _start_ranks(folder, Plan.read(folder.plan).layout.mesh.num_ranks, options)
 
 
-def planned(target: Path, overrides: Sequence[str]) -> Plan:
-    """The plan that `target` is, or asks for. Raises InputError for what cannot be trained."""
-    if target.suffix == ".json":
-        if overrides:
-            raise InputError("a plan takes no overrides: it is run as it stands", where=str(target), hint="give the job file, then --set works")
-        plan = Plan.read(target, as_made=True)
-        check_trainable(plan.job, str(target), target.parent)
-        check_board(plan.job.logging, str(target))
-        _check_runnable(plan, str(target))
-        hint = "plan it again, or put the model back as it was"
-        check_model(plan.model, model_facts(_model(plan.job, target)), f"{plan.job.model.name}, the model of {target}", hint)
-        return replace(plan, job=located(plan.job, target))
-    job, recorded = read_job(target, overrides)
-    check_trainable(job, str(target), target.parent)
-    check_board(job.logging, str(target))
-    return make_plan(located(job, target), _model(job, target), _hardware(job), data_only=True, overrides=recorded)
-
-
-def _model(job: Job, target: Path) -> ModelSpec:
-    """The model of a job. Raises InputError for one that is planned but not trained yet."""
-    model = read_model(job.model.name, target.parent, job.model.revision)
-    generic.check_trainable(model, job.method, str(target))
-    return model
-
-
-def _check_runnable(plan: Plan, where: str) -> None:
-    """Raises InputError for a layout that is planned but not trained yet."""
-    if plan.layout.mesh.degree("pp", "cp", "ep") > 1:
-        hint = "data and tensor are: make the other degrees 1"
-        raise InputError(f"{plan.layout.mesh} is planned but not trained yet", where=where, hint=hint)
-
-
-def located(job: Job, target: Path) -> Job:
-    """The job with its paths made absolute and its model's name resolved: they are relative to the job file, and ranks may stand elsewhere."""
-
-    def absolute(path: str | None) -> str | None:
-        return None if path is None else str(resolve(path, target.parent).resolve())
-
-    folder = job.logging.folder or f"runs/{target.stem}"
-    data = {"train": job.data.train, "held_out": job.data.held_out}
-    found = {key: absolute(name) if isinstance(name, str) and not is_hub_data(name, target.parent) else name for key, name in data.items()}
-    return job.model_copy(
-        update={
-            "model": job.model.model_copy(update={"name": resolved(job.model.name, target.parent)}),
-            "data": job.data.model_copy(update=found),
-            "logging": job.logging.model_copy(update={"folder": absolute(folder)}),
-        }
-    )
-
-
-def _hardware(job: Job) -> Hardware:
-    """The job's hardware; `auto` under torchrun is as many devices of this kind of machine as there are ranks."""
-    found = read_hardware(job.hardware)
-    size = environment("WORLD_SIZE", 0)
-    if job.hardware == "auto" and size and found.device.kind == "cpu":
-        return read_hardware(f"{size}xCPU")
-    return found
-
-
-def keep(target: Path, overrides: Sequence[str], options: Options, even_so: bool, *, here: bool = False) -> RunFolder:
+def keep(asked: Asked, options: Options, even_so: bool, *, here: bool = False) -> RunFolder:
     """Plan, refuse what does not fit (nor, if it is to start `here`, on this machine), and write the run folder."""
-    plan = planned(target, overrides)
+    plan = planned(asked)
     if here:
         _check_machine(plan)
     _say_verdict(plan, even_so)
     folder = RunFolder(Path(str(plan.job.logging.folder)))
-    if target.resolve() in (folder.job.resolve(), folder.plan.resolve()):
+    if asked.file is not None and asked.file.resolve() in (folder.job.resolve(), folder.plan.resolve()):
         raise InputError(
-            f"the run folder {folder.path} is where {target.name} lies, which the run would overwrite",
+            f"the run folder {folder.path} is where {asked.file.name} lies, which the run would overwrite",
             where="logging.folder",
             hint="name another folder, or leave logging.folder out",
         )

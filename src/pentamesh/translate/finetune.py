@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pentamesh.errors import InputError, Problem
@@ -65,9 +65,15 @@ FSDP = {"full_shard": "parameters", "hybrid_shard": "parameters", "shard_grad_op
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a script trains where its flags do not say: dotted keys and values, and the strategy without --fsdp."""
+    """What a script trains where its flags do not say.
+
+    keys            dotted keys of the job and their values
+    without_model   more of them, when no --model is given; where there are none it has to be
+    fsdp            the strategy without --fsdp
+    """
 
     keys: Mapping[str, Any]
+    without_model: Mapping[str, Any] = field(default_factory=dict)
     fsdp: str | None = None
 
 
@@ -90,11 +96,12 @@ def read_flags(argv: Sequence[str], defaults: Defaults, description: str) -> Sta
     given = _parser(description).parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    if problems := list(_clashes(given, nodes)):
+    own = defaults.keys if _value_of(given, "--model") else {**defaults.keys, **defaults.without_model}
+    if problems := list(_clashes(given, nodes, own)):
         raise InputError(*problems)
     said = [*_set_by(given), *_batch(given, world), *_strategy(given, defaults, nodes)]
     keys = {key for _, key, _ in said}
-    assumed = [("default", key, value) for key, value in defaults.keys.items() if key not in keys]
+    assumed = [("default", key, value) for key, value in own.items() if key not in keys]
     if not keys & {"training.steps", "training.epochs"}:
         assumed.append(("default", "training.epochs", 1.0))
     return Start(job_from_flags([*assumed, *said]), given.resume, given.stop_at, given.even_so, given.plan)
@@ -116,13 +123,15 @@ def _parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _value(given: argparse.Namespace, flag: Flag) -> Any:
-    return getattr(given, flag.name)
+def _value_of(given: argparse.Namespace, flag: str) -> Any:
+    return getattr(given, flag)
 
 
-def _clashes(given: argparse.Namespace, nodes: int) -> Iterator[Problem]:
-    """What cannot be meant together."""
-    precisions = [flag.name for flag in FLAGS if flag.key == "precision" and _value(given, flag)]
+def _clashes(given: argparse.Namespace, nodes: int, own: Mapping[str, Any]) -> Iterator[Problem]:
+    """What cannot be meant together, or is missing."""
+    if not _value_of(given, "--model") and "model.name" not in own:
+        yield Problem("there is no model to train", "--model", "give a folder, a hub id or a catalogue name")
+    precisions = [flag.name for flag in FLAGS if flag.key == "precision" and _value_of(given, flag.name)]
     if len(precisions) > 1:
         yield Problem(f"{' and '.join(precisions)} name two precisions", precisions[1], "keep one")
     if given.fsdp_reshard_after_forward and FSDP.get(given.fsdp) != "parameters":
@@ -138,7 +147,7 @@ def _clashes(given: argparse.Namespace, nodes: int) -> Iterator[Problem]:
 def _set_by(given: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
     """(flag, key, value) of each flag that was given, and of each --set."""
     for flag in FLAGS:
-        if (value := _value(given, flag)) is not None:
+        if (value := _value_of(given, flag.name)) is not None:
             yield flag.name, flag.key, read_value(value, flag.name) if flag.sets is None else flag.sets
     for override in given.set:
         key, equals, value = override.partition("=")
@@ -148,7 +157,7 @@ def _set_by(given: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
 
 
 def _batch(given: argparse.Namespace, world: int) -> Iterator[tuple[str, str, Any]]:
-    size = getattr(given, "--batch-size") or "1"
+    size = _value_of(given, "--batch-size") or "1"
     if str(size).isdigit():  # anything else is refused as batch.micro_batch
         yield "--batch-size x --grad-accum x WORLD_SIZE", "batch.global_batch", int(size) * given.grad_accum * world
 

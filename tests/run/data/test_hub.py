@@ -12,11 +12,11 @@ import pytest
 from pentamesh.errors import InputError
 from pentamesh.job.job import Job
 from pentamesh.job.read import check_trainable, is_hub_data
+from pentamesh.run.asked import located
 from pentamesh.run.data.places import hub_split
 from pentamesh.run.data.prepare import prepare
 from pentamesh.run.data.preview import collect
 from pentamesh.run.data.rows import Row, read_rows
-from pentamesh.run.launch import located
 
 CARD = """---
 configs:
@@ -107,7 +107,7 @@ def test_a_data_set_that_is_no_table_of_rows(tmp_path: Path, monkeypatch: pytest
 def test_a_local_path_always_wins(tmp_path: Path, name: str, of_hub: bool) -> None:
     (tmp_path / "here").mkdir()
     assert is_hub_data(name, tmp_path) is of_hub
-    made = located(job(train=name), tmp_path / "job.yaml")
+    made = located(job(train=name), tmp_path, "job")
     assert (made.data.train == name) is of_hub
     if of_hub:
         check_trainable(made, "job.yaml", tmp_path)

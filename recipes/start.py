@@ -1,0 +1,42 @@
+"""From a line of flags to its run: what train.py and finetune.py share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pentamesh.errors import PentameshError
+from pentamesh.translate.finetune import Defaults, Start, read_flags
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str], defaults: Defaults, description: str, name: str) -> int:
+    """Run what the flags ask for, or show its plan, and return the exit code. Errors are said once, by the first process."""
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        asked = read_flags(argv, defaults, description)
+        return _show(asked, name) if asked.plan_only else _run(asked, name)
+    except PentameshError as error:
+        if first:
+            print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def _run(start: Start, name: str) -> int:
+    from pentamesh.run.asked import Asked
+    from pentamesh.run.launch import train
+    from pentamesh.run.options import Options
+
+    asked = Asked(start.job, "the command line", Path(), name)
+    return train(lambda: asked, Options(start.resume, start.stop_at), even_so=start.even_so)
+
+
+def _show(start: Start, name: str) -> int:
+    from pentamesh.report.terminal import show_plan
+    from pentamesh.run.asked import Asked, planned
+
+    show_plan(planned(Asked(start.job, "the command line", Path(), name)))
+    return 0

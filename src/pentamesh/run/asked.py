@@ -1,0 +1,118 @@
+"""Asked: what somebody wants trained, from a job file, a plan or a command line; and the plan of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pentamesh.errors import InputError
+from pentamesh.job.hardware import Hardware, read_hardware
+from pentamesh.job.job import Job, Machine
+from pentamesh.job.machine import this_machines_fabric
+from pentamesh.job.read import check_trainable, is_hub_data, read_job, resolve
+from pentamesh.model.families import generic
+from pentamesh.model.read import read_model, resolved
+from pentamesh.model.spec import ModelSpec
+from pentamesh.plan.drift import check_model, model_facts
+from pentamesh.plan.plan import Plan
+from pentamesh.plan.search import plan as make_plan
+from pentamesh.run.board import check_board
+from pentamesh.run.world import environment
+
+__all__ = ["Asked", "located", "planned", "read_asked"]
+
+# What joins nodes where nothing on this machine says it: a rate that is seldom too high.
+ASSUMED_FABRIC = "100gbps"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A job and where it comes from.
+
+    where      named in errors about it
+    base       its relative paths go from here
+    name       of its run folder, runs/NAME, where the job names none
+    file       that it was read from, which its run must not overwrite
+    plan       that it was given with, to be run as it stands
+    """
+
+    job: Job
+    where: str
+    base: Path
+    name: str
+    file: Path | None = None
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    plan: Plan | None = None
+
+
+def read_asked(target: Path, overrides: Sequence[str] = ()) -> Asked:
+    """What a job file (with `a.b=c` overrides) or a plan.json asks for. Raises InputError."""
+    if target.suffix != ".json":
+        job, recorded = read_job(target, overrides)
+        return Asked(job, str(target), target.parent, target.stem, target, recorded)
+    if overrides:
+        raise InputError("a plan takes no overrides: it is run as it stands", where=str(target), hint="give the job file, then --set works")
+    plan = Plan.read(target, as_made=True)
+    return Asked(plan.job, str(target), target.parent, target.stem, target, plan=plan)
+
+
+def planned(asked: Asked) -> Plan:
+    """The plan that is asked for, its paths absolute. Raises InputError for what cannot be trained, and Drift where a plan's model is another."""
+    job = asked.job
+    check_trainable(job, asked.where, asked.base)
+    check_board(job.logging, asked.where)
+    model, here = _model(asked), located(job, asked.base, asked.name)
+    if asked.plan is None:
+        return make_plan(here, model, _hardware(job), data_only=True, overrides=dict(asked.overrides))
+    _check_runnable(asked.plan, asked.where)
+    hint = "plan it again, or put the model back as it was"
+    check_model(asked.plan.model, model_facts(model), f"{job.model.name}, the model of {asked.where}", hint)
+    return replace(asked.plan, job=here)
+
+
+def located(job: Job, base: Path, name: str) -> Job:
+    """The job with its paths made absolute and its model's name resolved: they are relative to `base`, and ranks may stand elsewhere."""
+
+    def absolute(path: str) -> str:
+        return str(resolve(path, base).resolve())
+
+    data = {"train": job.data.train, "held_out": job.data.held_out}
+    found = {key: absolute(rows) if isinstance(rows, str) and not is_hub_data(rows, base) else rows for key, rows in data.items()}
+    return job.model_copy(
+        update={
+            "model": job.model.model_copy(update={"name": resolved(job.model.name, base)}),
+            "data": job.data.model_copy(update=found),
+            "logging": job.logging.model_copy(update={"folder": absolute(job.logging.folder or f"runs/{name}")}),
+        }
+    )
+
+
+def _model(asked: Asked) -> ModelSpec:
+    """The model of a job. Raises InputError for one that is planned but not trained yet."""
+    model = read_model(asked.job.model.name, asked.base, asked.job.model.revision)
+    generic.check_trainable(model, asked.job.method, asked.where)
+    return model
+
+
+def _check_runnable(plan: Plan, where: str) -> None:
+    """Raises InputError for a layout that is planned but not trained yet."""
+    if plan.layout.mesh.degree("pp", "cp", "ep") > 1:
+        hint = "data and tensor are: make the other degrees 1"
+        raise InputError(f"{plan.layout.mesh} is planned but not trained yet", where=where, hint=hint)
+
+
+def _hardware(job: Job) -> Hardware:
+    """The job's hardware; `auto` among the processes that torchrun or srun started is this kind of machine, as often as there are nodes."""
+    found = read_hardware(job.hardware)
+    size, nodes = environment("WORLD_SIZE", 0), environment("GROUP_WORLD_SIZE", 1)
+    if job.hardware != "auto" or not size or (nodes == 1 and found.device.kind == "cuda"):
+        return found
+    here = Machine(nodes=nodes, gpus=environment("LOCAL_WORLD_SIZE", size // nodes), gpu=found.device.name)
+    if nodes == 1:
+        return read_hardware(here)
+    fabric = this_machines_fabric()
+    if fabric is None:
+        print(f"nothing here says what joins the {nodes} nodes: {ASSUMED_FABRIC} assumed; `hardware` can say it", file=sys.stderr)  # noqa: T201
+    return read_hardware(here.model_copy(update={"fabric": fabric or ASSUMED_FABRIC}))
