@@ -25,6 +25,7 @@ from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as make_plan
+from pentamesh.run.compiled import check_compiler
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.options import Options
 from pentamesh.run.worker import LAUNCHED, work
@@ -53,10 +54,12 @@ def planned(target: Path, overrides: Sequence[str]) -> Plan:
         plan = Plan.read(target, as_made=True)
         check_trainable(plan.job, str(target), target.parent)
         _check_runnable(plan, str(target))
+        _check_tools(plan.job, str(target))
         _model(plan.job, target)
         return replace(plan, job=located(plan.job, target))
     job, recorded = read_job(target, overrides)
     check_trainable(job, str(target), target.parent)
+    _check_tools(job, str(target))
     return make_plan(located(job, target), _model(job, target), _hardware(job), data_only=True, overrides=recorded)
 
 
@@ -71,6 +74,11 @@ def _check_runnable(plan: Plan, where: str) -> None:
     """Raises InputError for a layout that is planned but not trained yet."""
     if plan.strategy == "multi_axis":
         raise InputError(f"{plan.layout.mesh} is planned but not trained yet", where=where, hint="the data axes are: make the other degrees 1")
+
+
+def _check_tools(job: Job, where: str) -> None:
+    if job.training.compile:
+        check_compiler(where)
 
 
 def located(job: Job, target: Path) -> Job:

@@ -43,6 +43,11 @@ class Recorder(TorchDispatchMode):
         self._world = world
         self._counts: Counter[tuple[str, str, tuple[str, ...], int, int]] = Counter()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled blocks run compiled while this records, instead of eagerly: no collective is inside of one."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func.namespace == "c10d" and func._opname not in _SEEN_ELSEWHERE:
             self._record(func._opname, tree_leaves((args, kwargs or {})))
