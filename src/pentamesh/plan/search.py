@@ -94,11 +94,10 @@ def _choose(found: list[Prediction]) -> Prediction:
 
 
 def _simplicity(p: Prediction) -> tuple[int, ...]:
-    """Lower is simpler: strategy first, then as little recomputed as may be, then the usual resharding."""
-    policy, mesh = p.policy, p.held.layout.mesh
-    num_axes = sum(mesh.degree(axis) > 1 for axis in AXES)
-    recomputed = _RECOMPUTES.index(policy.recompute)
-    return _SIMPLEST_FIRST.index(p.held.layout.strategy), num_axes, recomputed, policy.keep_gathered, not policy.reshard
+    """Lower is simpler: strategy first, then fewer axes, then as little recomputed as may be. When parameters are gathered and gradients reduced is
+    no machinery of anyone's: of those policies the fastest that fits is taken."""
+    num_axes = sum(p.held.layout.mesh.degree(axis) > 1 for axis in AXES)
+    return _SIMPLEST_FIRST.index(p.held.layout.strategy), num_axes, _RECOMPUTES.index(p.policy.recompute)
 
 
 def _alternatives(chosen: Prediction, found: list[Prediction]) -> tuple[Alternative, ...]:
