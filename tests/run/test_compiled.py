@@ -25,7 +25,7 @@ def counted(wanted: Trial) -> tuple[Outcome, int, int]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("strategy", "recompute"), [("full_shard", "none"), ("ddp", "selective")])
+@pytest.mark.parametrize(("strategy", "recompute"), [("full_shard", "full"), ("ddp", "selective")])
 def test_compiled_is_eager(strategy: str, recompute: str) -> None:
     try:
         check_compiler("")

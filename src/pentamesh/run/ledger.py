@@ -38,6 +38,9 @@ class Recorder(TorchDispatchMode):
     A collective belongs to `backward` while autograd runs, else to the phase that the world is in: `forward` or `step`.
     """
 
+    # Compiled blocks call some: attention that is computed again saves the state of the random generator.
+    supports_higher_order_operators = True
+
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
