@@ -135,6 +135,13 @@ def test_what_is_recomputed_is_as_little_as_fits() -> None:
         assert others == {"none", "selective", "full"} - {wanted}
 
 
+def test_parameters_stay_gathered_where_memory_allows() -> None:
+    roomy = planned("llama-3.2-1b", "8xH100", layout={"shard": "parameters"})
+    assert (roomy.policy.keep_gathered, roomy.policy.reduce) == (True, "once")
+    tight = planned("llama-3.1-8b", "8xRTX-5090", layout={"shard": "parameters"})
+    assert (tight.policy.reshard, tight.policy.reduce) == (True, "each")
+
+
 def test_all_five_axes_are_judged_by_arithmetic() -> None:
     """405B over tensor 8 x pipeline 8 on 64 H100: no 80 GB card holds it, the bubble of 2,048 micro-batches is 0.34%, a step some 1,700 s."""
     found = planned(

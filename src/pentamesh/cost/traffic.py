@@ -75,7 +75,7 @@ def communication(found: Iterable[Flow], policy: Policy, work: Work, kind: str, 
 
 def _telling(policy: Policy, layout: Layout) -> Policy:
     """The policy without what changes no collective: recomputing a block repeats its activations' crossings, and data axes have none."""
-    return replace(policy, offload=False, recompute=policy.recompute if layout.mesh.degree("pp", "cp", "tp", "ep") > 1 else "none")
+    return replace(policy, compile=False, offload=False, recompute=policy.recompute if layout.mesh.degree("pp", "cp", "tp", "ep") > 1 else "none")
 
 
 # Rows

@@ -35,6 +35,7 @@ OTHER_WORDS = {
     "gradient_accumulation_steps": "batch.global_batch",
     "grad_accum": "batch.global_batch",
     "gradient_checkpointing": "layout.activation_checkpointing",
+    "torch_compile": "training.compile",
     "activation_cpu_offload": "layout.activation_offload",
     "activation_offloading": "layout.activation_offload",
     "max_norm": "optimizer.max_grad_norm",

@@ -98,6 +98,7 @@ class Training(Section):
     steps: Count | None = Field(default=None, ge=1, description="Optimizer steps; give this or `epochs`.")
     epochs: Number | None = Field(default=None, gt=0, le=1e6, description="Passes over the training rows; give this or `steps`.")
     seed: Count = Field(default=0, ge=0, description="Decides data order and random initial weights, on any layout alike; dropout differs by rank.")
+    compile: bool = Field(default=False, description="Compile each block with torch.compile; needs a C++ compiler.")
     evaluate_every: Count | None = Field(
         default=None, ge=1, description="Steps between evaluations on held-out rows; always before the first and after the last."
     )

@@ -207,5 +207,7 @@ def _uncertain(p: Prediction) -> Iterator[str]:
         )
     if p.held.model.max_positions and p.batch.seq_len > p.held.model.max_positions:
         yield f"seq_len = {p.batch.seq_len} is beyond the {p.held.model.max_positions} positions this model was trained for"
+    if p.policy.compile:
+        yield "compiled blocks need less time and memory than this: fused kernels are planned as eager ones, an upper bound"
     if p.held.is_adapted:
         yield "adapters are planned at rank 16 on every projection of every block, with activations as in full training (an upper bound)"

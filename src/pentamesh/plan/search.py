@@ -96,11 +96,11 @@ def _choose(found: list[Prediction]) -> Prediction:
 
 
 def _simplicity(p: Prediction) -> tuple[int, ...]:
-    """Lower is simpler: strategy first, then fewer axes and less that is cut, as little recomputed as may be, the usual resharding."""
-    policy, layout = p.policy, p.held.layout
+    """Lower is simpler: strategy first, then fewer axes and less that is cut, then as little recomputed as may be. When parameters are gathered and
+    gradients reduced is no machinery of anyone's: of those policies the fastest that fits is taken."""
+    layout = p.held.layout
     cut = (sum(layout.mesh.degree(axis) > 1 for axis in AXES), SHARDS.index(layout.shard))
-    recomputed = _RECOMPUTES.index(policy.recompute)
-    return _SIMPLEST_FIRST.index(layout.strategy), *cut, recomputed, policy.keep_gathered, not policy.reshard
+    return _SIMPLEST_FIRST.index(layout.strategy), *cut, _RECOMPUTES.index(p.policy.recompute)
 
 
 def _alternatives(chosen: Prediction, found: list[Prediction]) -> tuple[Alternative, ...]:

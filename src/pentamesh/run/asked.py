@@ -19,6 +19,7 @@ from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as make_plan
 from pentamesh.run.board import check_board
+from pentamesh.run.compiled import check_compiler
 from pentamesh.run.world import environment
 
 __all__ = ["Asked", "located", "planned", "read_asked"]
@@ -63,6 +64,8 @@ def planned(asked: Asked) -> Plan:
     job = asked.job
     check_trainable(job, asked.where, asked.base)
     check_board(job.logging, asked.where)
+    if job.training.compile:
+        check_compiler(asked.where)
     model, here = _model(asked), located(job, asked.base, asked.name)
     if asked.plan is None:
         return make_plan(here, model, _hardware(job), data_only=True, overrides=dict(asked.overrides))

@@ -38,10 +38,18 @@ class Recorder(TorchDispatchMode):
     A collective belongs to `backward` while autograd runs, else to the phase that the world is in: `forward` or `step`.
     """
 
+    # Compiled blocks call some: attention that is computed again saves the state of the random generator.
+    supports_higher_order_operators = True
+
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
         self._counts: Counter[tuple[str, str, tuple[str, ...], int, int]] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled blocks run compiled while this records, instead of eagerly: no collective is inside of one."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func.namespace == "c10d" and func._opname not in _SEEN_ELSEWHERE:

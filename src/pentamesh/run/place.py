@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import MethodType
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -28,6 +30,7 @@ from pentamesh.layout.split import Split, split
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
+from pentamesh.run.compiled import compile_blocks
 from pentamesh.run.loss import logits
 from pentamesh.run.recompute import recompute
 from pentamesh.run.tensor import ATTENTION, cross_borders, cut
@@ -73,6 +76,8 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     if layout.mesh.tp > 1:
         cut(built, model, layout, world)
     recompute(built, policy, world.device)
+    if policy.compile:
+        compile_blocks(built, model)
     if layout.cuts_state:
         _fully_shard(built, model, policy, precision, world)
     elif precision.compute != precision.weight:
@@ -109,25 +114,29 @@ def _cast_while_used(built: nn.Module, dtype: torch.dtype) -> None:
     """Let every module compute with `dtype` copies of its parameters, as sharded blocks do; the parameters themselves stay masters.
 
     An instance attribute hides the registered parameter of the same name while the module's forward runs. Tied modules share one copy over
-    the whole forward, so that the two parts of its gradient are summed before they reach the master, as sharding does it.
+    the whole forward, so that the two parts of its gradient are summed before they reach the master, as sharding does it. All modules share one
+    function; hooks have numbers of their own, for which torch.compile would make a graph of every block.
     """
     copies: dict[str, torch.Tensor] = {}
 
-    def cast(module: nn.Module, _args: object) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        parameters = module._parameters.items()
+        for name, parameter in parameters:
+            if parameter is None or name in module.__dict__:  # absent, or hidden at a border of tensor parallel
+                continue
             shared = copies.get(getattr(parameter, TIED, ""))
             module.__dict__[name] = parameter.to(dtype) if shared is None else shared
             if shared is None and hasattr(parameter, TIED):
                 copies[getattr(parameter, TIED)] = module.__dict__[name]
-
-    def restore(module: nn.Module, _args: object, _output: object) -> None:
-        for name, _ in module.named_parameters(recurse=False):
-            module.__dict__.pop(name, None)
+        try:
+            return type(module).forward(module, *args, **kwargs)
+        finally:
+            for name, _ in parameters:
+                module.__dict__.pop(name, None)
 
     for module in built.modules():
         if next(module.parameters(recurse=False), None) is not None:
-            module.register_forward_pre_hook(cast)
-            module.register_forward_hook(restore, always_call=True)
+            module.forward = MethodType(forward, module)
     built.register_forward_hook(lambda *_: copies.clear(), always_call=True)
 
 
@@ -164,18 +173,20 @@ def _replicate(built: nn.Module, policy: Policy, world: World) -> DistributedDat
         gradient_as_bucket_view=True,
         static_graph=policy.grad_accum == 1 and policy.recompute == "none",
     )
-    _settle(replicated, world)
+    _settle(replicated, policy, world)
     return replicated
 
 
-def _settle(replicated: DistributedDataParallel, world: World) -> None:
-    """Let DDP rebuild its buckets now, on two tokens that count for nothing.
+def _settle(replicated: DistributedDataParallel, policy: Policy, world: World) -> None:
+    """Let DDP rebuild its buckets now, on a few tokens that count for nothing.
 
     It orders them anew after the first backward passes it sees, and the order decides how sums are rounded: a resumed run, which would start
     with the first order again, would not continue an undisturbed one bit by bit. A static graph is known after two passes, and the new order
     is taken up by the third forward.
     """
-    tokens = torch.zeros((1, 2 * world.layout.seq_multiple), dtype=torch.int64, device=world.device)
+    # As many sequences as a micro-batch has, and another number of tokens: what is compiled for them serves any length.
+    num_tokens = (policy.micro_batch + 1) * world.layout.seq_multiple
+    tokens = torch.zeros((policy.micro_batch, num_tokens), dtype=torch.int64, device=world.device)
     for _ in range(3):
         (logits(replicated, tokens, world.layout).sum() * 0.0).backward()
     replicated.zero_grad(set_to_none=False)

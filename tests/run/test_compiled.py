@@ -1,0 +1,60 @@
+"""Compiled blocks compute what eager ones do, by one graph for all blocks and lengths, and move what was planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pentamesh.errors import InputError
+from pentamesh.run.compiled import check_compiler
+from pentamesh.run.ledger import differences
+from pentamesh.run.verify import Outcome, Trial, errors, outcome, predicted_ledger
+from pentamesh.run.worlds import run_world
+from tests.proof.toys import trial
+
+
+def counted(wanted: Trial) -> tuple[Outcome, int, int]:
+    """A trial, with the graphs that were compiled for it and the places where one had to be broken."""
+    from torch._dynamo.utils import counters
+
+    found = outcome(wanted)
+    return found, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("strategy", "recompute"), [("full_shard", "full"), ("ddp", "selective")])
+def test_compiled_is_eager(strategy: str, recompute: str) -> None:
+    try:
+        check_compiler("")
+    except InputError as error:
+        pytest.skip(f"nothing to compile with: {error.problems[0].what}")
+    wanted = replace(trial("llama", strategy, 2, 1, compile=True, recompute=recompute), precision="fp32")
+    found, graphs, breaks = run_world(counted, 2, wanted, timeout_s=500)[0]
+    eager = run_world(outcome, 2, replace(wanted, policy=replace(wanted.policy, compile=False)))[0]
+    worst = errors(found, eager)
+    assert worst["loss"] < 1e-5, worst
+    assert worst["first_gradient"] < 1e-5, worst
+    assert (graphs, breaks) == (1, 0), "three blocks, three lengths"
+    assert not differences(predicted_ledger(wanted, found.lengths), found.ledger)
+
+
+def test_no_compiler_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(InputError, match="the C\\+\\+ compiler g\\+\\+ is not on PATH") as caught:
+        check_compiler("job.yaml")
+    assert caught.value.problems[0].where == "job.yaml training.compile"
+
+
+def test_headers_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text("")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    paths: Any = {"include": str(tmp_path)}
+    monkeypatch.setattr("sysconfig.get_paths", lambda: paths)
+    with pytest.raises(InputError, match=r"Python\.h is not there"):
+        check_compiler("job.yaml")
