@@ -151,14 +151,25 @@ def test_a_plan_survives_its_json(tmp_path: Path) -> None:
     assert again.fingerprint == found.fingerprint
 
 
+def test_a_pipeline_in_json() -> None:
+    found = planned("llama-3.1-8b", "8xH100", layout={"pipeline": 4, "shard": "optimizer"}).to_json()
+    assert [stage["stage"] for stage in found["memory"]["stages"]] == [0, 1, 2, 3]
+    assert found["policy"]["schedule"] == "1f1b"
+    assert (found["layout"]["pp"], found["layout"]["edp"]) == (4, 2)
+
+
 def test_the_json_contract() -> None:
     found = json.loads(json.dumps(planned("llama-3.3-70b", "8xRTX-4090").to_json()))
-    assert found["schema"] == "pentamesh.plan"
+    assert (found["schema"], found["version"]) == ("pentamesh.plan", 1)
     assert found["verdict"] in ("fits", "at_risk", "does_not_fit")
     assert {"dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "edp"} <= found["layout"].keys()
-    assert {"usable_bytes", "peak_bytes", "states_bytes", "parts_bytes", "stages"} <= found["memory"].keys()
-    assert {"step_s", "compute_s", "exposed_communication_s", "bubble_s"} <= found["time"].keys()
+    assert {"schedule", "micro_batch", "grad_accum"} <= found["policy"].keys()
+    assert {"name", "weight", "compute", "reduce", "state"} <= found["precision"].keys()
+    assert found["memory"].keys() == {"usable_bytes", "peak_bytes", "states_bytes", "parts_bytes", "stages"}
+    assert all(stage.keys() == {"stage", "peak_bytes", "states_bytes", "parts_bytes"} for stage in found["memory"]["stages"])
+    assert found["time"].keys() == {"step_s", "compute_s", "exposed_communication_s", "bubble_s"}
     for interval in (found["memory"]["peak_bytes"], found["time"]["step_s"]):
+        assert interval.keys() == {"low", "expected", "high"}
         assert interval["low"] <= interval["expected"] <= interval["high"]
     for row in found["communication"]:
         assert row.keys() == {"axis", "kind", "count", "bytes_per_rank", "link", "seconds", "exposed_s"}

@@ -22,6 +22,8 @@ __all__ = ["SCHEMA", "VERSION", "Alternative", "Communication", "Memory", "Plan"
 
 SCHEMA, VERSION = "pentamesh.plan", 1
 MAX_PROBLEMS = 10
+# The schedule of a pipeline that memory and bubble are predicted for. Source: PipeDream-Flush (arXiv 2006.09503), Megatron-LM's default.
+SCHEDULE = "1f1b"
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Plan:
             "verdict": self.verdict,
             "strategy": self.strategy,
             "layout": {**mesh, "edp": self.layout.mesh.edp, **layout},
-            "policy": {**asdict(self.policy), "schedule": None},
+            "policy": {**asdict(self.policy), "schedule": SCHEDULE if self.layout.mesh.pp > 1 else None},
             "precision": asdict(self.precision),
             "memory": asdict(self.memory),
             "time": asdict(self.time),
