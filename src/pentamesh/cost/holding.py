@@ -11,10 +11,11 @@ from functools import cached_property, lru_cache
 
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import Layout
+from pentamesh.layout.rules import SHARDED_KINDS
 from pentamesh.layout.split import split
 from pentamesh.layout.stages import stage_layers, stage_root
 from pentamesh.model.dims import Dim, TensorSpec
-from pentamesh.model.roles import Role
+from pentamesh.model.roles import STORE, Role
 from pentamesh.model.spec import ModelSpec
 
 __all__ = ["ADAPTER_RANK", "NF4_BYTES", "Holding", "Unit", "Widths", "adapters", "resting", "states", "units_of", "widths"]
@@ -26,9 +27,9 @@ ADAPTER_RANK = 16
 NF4_BYTES = (4 + 0.127) / 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Unit:
-    """One kind of unit (the root "" or a block), how many the model has, and the tensors of one."""
+    """One kind of unit (the root "" or a block), how many the model has, and the tensors of one. Equal to itself only, as a key of caches."""
 
     name: str
     tensors: tuple[TensorSpec, ...]
@@ -98,34 +99,21 @@ class Holding:
     def is_adapted(self) -> bool:
         return self.method in ("lora", "qlora")
 
-    @cached_property
-    def _numel(self) -> dict[tuple[bool, str, Role], int]:
-        roles = (Role.WEIGHT, Role.GRADIENT, Role.STATE, Role.USE)
-        return {
-            (trained, unit.name, role): sum(split(t, role, self.layout).max_local_numel for t in unit.tensors)
-            for trained, units in ((False, self.units), (True, self.trained_units))
-            for unit in units
-            for role in roles
-        }
-
-    def unit_numel(self, unit: Unit, role: Role, *, trained: bool = False) -> int:
-        """Elements of one unit in `role`: of the whole model, or of what is trained."""
-        return self._numel[trained, unit.name, role]
-
     def root_numel(self, role: Role, stage: int) -> int:
         """Elements of the root that a pipeline stage holds."""
-        return sum(split(t, role, self.layout).max_local_numel for t in stage_root(self.model, self.layout.mesh.pp, stage))
+        return _root_numel(self.model, role, self.layout, stage)
 
     def block_numel(self, role: Role, *, trained: bool = False) -> int:
         """Elements of the largest block."""
-        return max((self.unit_numel(u, role, trained=trained) for u in (self.trained_units if trained else self.units) if not u.is_root), default=0)
+        units = self.trained_units if trained else self.units
+        return max((_unit_numel(u, role, self.layout) for u in units if not u.is_root), default=0)
 
     def blocks_numel(self, role: Role, stage: int, *, trained: bool = False) -> int:
         """Elements of the blocks of one pipeline stage; where blocks differ, a stage has its even share of each kind, rounded up."""
         units = [u for u in (self.trained_units if trained else self.units) if not u.is_root]
         pp, layers = self.layout.mesh.pp, sum(u.count for u in units)
         mine = stage_layers(layers, pp)[stage]
-        return sum(self.unit_numel(u, role, trained=trained) * (u.count if pp == 1 else -(-u.count * mine // layers)) for u in units)
+        return sum(_unit_numel(u, role, self.layout) * (u.count if pp == 1 else -(-u.count * mine // layers)) for u in units)
 
     def stage_numel(self, role: Role, stage: int, *, trained: bool = False) -> int:
         """Elements of everything a stage holds; adapters have no root."""
@@ -144,6 +132,28 @@ class Holding:
     def largest_tensor_numel(self) -> int:
         """Elements of the largest trained tensor that a rank updates."""
         return max((split(t, Role.STATE, self.layout).max_local_numel for u in self.trained_units for t in u.tensors), default=0)
+
+
+@lru_cache(maxsize=4096)
+def _unit_numel(unit: Unit, role: Role, layout: Layout) -> int:
+    return _local_numel(unit.tensors, *_alike(role, layout))
+
+
+@lru_cache(maxsize=4096)
+def _root_numel(model: ModelSpec, role: Role, layout: Layout, stage: int) -> int:
+    return _local_numel(stage_root(model, layout.mesh.pp, stage), *_alike(role, layout))
+
+
+@lru_cache(maxsize=4096)
+def _local_numel(tensors: tuple[TensorSpec, ...], role: Role, layout: Layout) -> int:
+    return sum(split(t, role, layout).max_local_numel for t in tensors)
+
+
+def _alike(role: Role, layout: Layout) -> tuple[Role, Layout]:
+    """A role and layout in which tensors are held as in these: of what is stored, it only matters whether the strategy cuts it."""
+    if role in STORE:
+        return Role.STATE, replace(layout, shard="optimizer" if role in SHARDED_KINDS[layout.shard] else "none")
+    return role, replace(layout, shard="none")
 
 
 def widths(precision: Precision, layout: Layout, method: str = "full") -> Widths:

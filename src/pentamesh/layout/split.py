@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from pentamesh.layout.mesh import Layout
 from pentamesh.layout.rules import cutting_axes, partial_axes, sharding_of
@@ -118,6 +118,7 @@ class Split:
         return f"{self.tensor.name} [{dims}]{partial}"
 
 
+@lru_cache(maxsize=2**14)
 def split(tensor: TensorSpec, role: Role, layout: Layout) -> Split:
     """How `tensor` is held in `role` under `layout`: per dim the axes that cut it, and where it is a partial sum.
 

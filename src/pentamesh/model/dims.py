@@ -67,6 +67,10 @@ class TensorSpec:
     file_names: tuple[str, ...] = field(default=())
     met: tuple[int, int] = (1, 1)
 
+    def __hash__(self) -> int:
+        """Of what tells tensors apart at a glance: hashing every dim would take longer than what is remembered under it."""
+        return hash((self.name, len(self.dims)))
+
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(d.size for d in self.dims)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pentamesh.cost.holding import Holding
 from pentamesh.cost.memory import memory, verdict
+from pentamesh.cost.needs import Verdict
 from pentamesh.cost.predict import Prediction
 from pentamesh.errors import InputError
 from pentamesh.job.device import find_gpu, gpu_names
@@ -48,19 +49,25 @@ class _Asked:
     def __init__(self, model: ModelSpec, hardware: Hardware) -> None:
         self.model, self.hardware = model, hardware
 
-    def verdict(self, job: Job, hardware: Hardware | None = None) -> str:
+    def verdict(self, job: Job, hardware: Hardware | None = None) -> Verdict:
         """The best verdict of any layout with least memory; the global batch is rounded up to what the ranks divide."""
         hardware = hardware or self.hardware
         ranks = job.batch.micro_batch * hardware.num_devices
         rounded = job.batch.model_copy(update={"global_batch": -(-job.batch.global_batch // ranks) * ranks})
         job = job.model_copy(update={"batch": rounded})
+        best: Verdict = "does_not_fit"
         try:
-            verdicts = {self._judge(job, layout, hardware) for layout in layouts(job, self.model, hardware, data_only=True)}
+            candidates = layouts(job, self.model, hardware, data_only=True)
         except InputError:
-            return "does_not_fit"
-        return next(v for v in ("fits", "at_risk", "does_not_fit") if v in verdicts)
+            return best
+        for layout in reversed(candidates):  # what is cut most comes last, and fits first
+            found = self._judge(job, layout, hardware)
+            if found == "fits":
+                return found
+            best = found if found == "at_risk" else best
+        return best
 
-    def _judge(self, job: Job, layout: Layout, hardware: Hardware) -> str:
+    def _judge(self, job: Job, layout: Layout, hardware: Hardware) -> Verdict:
         held, device = Holding(self.model, layout, job.method), hardware.device
         policy = next(policies(layout, job, lean=True))
         return verdict(memory(held, policy, PRECISIONS[job.precision], job.batch, usable_bytes=device.usable_bytes, kind=device.kind))
