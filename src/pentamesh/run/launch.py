@@ -29,7 +29,7 @@ from pentamesh.run.folder import RunFolder
 from pentamesh.run.options import Options
 from pentamesh.run.worker import LAUNCHED, work
 from pentamesh.run.world import environment
-from pentamesh.units import format_bytes
+from pentamesh.units import format_bytes, format_path
 
 __all__ = ["keep", "located", "planned", "train"]
 
@@ -111,7 +111,7 @@ def keep(target: Path, overrides: Sequence[str], options: Options, even_so: bool
     folder = RunFolder(Path(str(plan.job.logging.folder)))
     if target.resolve() in (folder.job.resolve(), folder.plan.resolve()):
         raise InputError(
-            f"the run folder {folder.path} is where {target.name} lies, which the run would overwrite",
+            f"the run folder {format_path(folder.path)} is where {target.name} lies, which the run would overwrite",
             where="logging.folder",
             hint="name another folder, or leave logging.folder out",
         )
@@ -124,7 +124,7 @@ def keep(target: Path, overrides: Sequence[str], options: Options, even_so: bool
         folder.outcome.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(
-            f"the run folder cannot be written: {error.strerror}", where=str(folder.path), hint="set logging.folder to one that can"
+            f"the run folder cannot be written: {error.strerror}", where=format_path(folder.path), hint="set logging.folder to one that can"
         ) from error
     return folder
 
@@ -173,7 +173,9 @@ def _after(folder: RunFolder, plan: Plan, options: Options) -> Plan:
         return plan
     if not options.resume:
         raise InputError(
-            f"{folder.path} already holds checkpoints of a run", where="logging.folder", hint="continue it with --resume, or choose another folder"
+            f"{format_path(folder.path)} already holds checkpoints of a run",
+            where="logging.folder",
+            hint="continue it with --resume, or choose another folder",
         )
     try:
         earlier = Plan.read(folder.plan)
@@ -182,7 +184,8 @@ def _after(folder: RunFolder, plan: Plan, options: Options) -> Plan:
         return plan
     before, now = earlier.layout.mesh.num_ranks, plan.layout.mesh.num_ranks
     if before != now:
-        hint = f"run it on {before} processes (hardware, layout), or start anew in another logging.folder from `pentamesh export {folder.path}`"
+        export = f"`pentamesh export {format_path(folder.path)}`"
+        hint = f"run it on {before} processes (hardware, layout), or start anew in another logging.folder from {export}"
         raise InputError(f"a run of {before} processes is resumed on as many so far, not on {now}", where="hardware", hint=hint)
     if earlier.fingerprint == plan.fingerprint:
         return replace(plan, parent=earlier.parent)
@@ -253,17 +256,17 @@ def _cause(folder: RunFolder, failures: dict[int, Any]) -> PentameshError:
     # The agent itself ends the others by SIGTERM, after the first to fail.
     first = next(iter(failures))
     killed = {rank: -f.exitcode for rank, f in failures.items() if f.exitcode < 0 and (-f.exitcode != signal.SIGTERM or rank == first)}
-    outcome = folder.read_outcome()
+    outcome, where = folder.read_outcome(), format_path(folder.path)
     hint = "continue with --resume from the newest checkpoint" if published(folder.checkpoints) else ""
     if killed:
         rank, number = next(iter(killed.items()))
         name = signal.Signals(number).name
         reason = " (out of memory? see the kernel log)" if number == signal.SIGKILL else ""
-        found: PentameshError = RunFailed(f"rank {rank} was killed by {name}{reason}; the other ranks were ended", where=str(folder.path), hint=hint)
+        found: PentameshError = RunFailed(f"rank {rank} was killed by {name}{reason}; the other ranks were ended", where=where, hint=hint)
         folder.record_failure(rank, found)
         return found
     if outcome is None or outcome["outcome"] != "failed":
-        return RunFailed(f"rank {min(failures)} ended with exit code {failures[min(failures)].exitcode}", where=str(folder.path), hint=hint)
+        return RunFailed(f"rank {min(failures)} ended with exit code {failures[min(failures)].exitcode}", where=where, hint=hint)
     kind = {2: InputError, 3: DoesNotFit, 4: Drift}.get(outcome["exit_code"], RunFailed)
     problems = [Problem(**problem) for problem in outcome["problems"]]
     return kind(*(replace(p, hint=p.hint or hint) if kind is RunFailed else p for p in problems))

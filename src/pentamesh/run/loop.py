@@ -228,7 +228,7 @@ def _note(made: Run, measured: Measurements, result: StepResult, elapsed: float)
     if measured.unusable_in_a_row == MAX_UNUSABLE_STEPS:
         raise RunFailed(
             f"{MAX_UNUSABLE_STEPS} steps in a row had a loss or gradient that is not finite (the last: {result.skipped})",
-            where=str(made.folder.metrics),
+            where=format_path(made.folder.metrics),
             hint="lower optimizer.lr, add optimizer.warmup_steps, or look at the rows of these steps",
         )
 
