@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -57,22 +57,22 @@ def _allocations(kineto: Any) -> list[tuple[int, int, int]]:
     return sorted(found)
 
 
-def _changes(allocations: Iterable[tuple[int, int, int]]) -> list[int]:
+def _changes(allocations: Sequence[tuple[int, int, int]]) -> list[int]:
     """Bytes that come and go, with the frees that the profiler does not see.
 
-    Which thread drops a buffer of a collective last is chance, and gloo's threads are not watched. What is allocated where something stands was
-    freed by then; what still stands at the end was freed at some time, and counts for nothing.
+    Which thread drops a buffer of a collective last is chance, and gloo's threads are not watched. What is allocated where something stands, and
+    what still stands at the end, shows one that was missed: that buffer counts until one of its size comes next, as the next collective's does.
     """
-    changes: list[int] = []
-    standing: dict[int, int] = {}
-    for _, address, num_bytes in allocations:
-        seen = standing.pop(address, None)
+    changes = [num_bytes for _, _, num_bytes in allocations]
+    sizes, standing, missed = tuple(changes), {}, []
+    for index, (_, address, num_bytes) in enumerate(allocations):
+        before = standing.pop(address, None)
         if num_bytes > 0:
-            changes += [] if seen is None else [-changes[seen]]
-            standing[address] = len(changes)
-        changes.append(num_bytes)
-    for index in standing.values():
-        changes[index] = 0
+            missed += [] if before is None else [before]
+            standing[address] = index
+    for index in (*missed, *standing.values()):
+        following = (later for later in range(index + 1, len(sizes)) if sizes[later] == sizes[index])
+        changes[next(following, index)] -= sizes[index]
     return changes
 
 
