@@ -50,6 +50,12 @@ def test_a_plan_in_words(found: Plan) -> None:
         assert sentence in flat
 
 
+def test_one_micro_batch_is_one() -> None:
+    assert "16 sequences of 4,096 tokens a step, 1 micro-batch of 2 a data rank" in shown(
+        planned("smollm2-135m", "8xH100", batch={"micro_batch": 2, "global_batch": 16})
+    )
+
+
 def test_the_bar_shows_what_goes_beyond() -> None:
     text = shown(planned("llama-3.3-70b", "8xRTX-4090"))
     assert "#> " in text

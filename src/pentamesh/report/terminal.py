@@ -74,7 +74,8 @@ def _head(plan: Plan) -> Iterator[RenderableType]:
     yield Text.assemble(
         (word, style), f"  {facts['name']} ({format_count(facts['num_parameters'])} parameters), {plan.job.method}, {plan.precision.name}"
     )
-    accum = f"{plan.policy.grad_accum} micro-batches of {plan.policy.micro_batch}"
+    num_micros = plan.policy.grad_accum
+    accum = f"{num_micros:,} micro-batch{'es' if num_micros > 1 else ''} of {plan.policy.micro_batch}"
     yield Text(f"on {plan.hardware['description']}")
     yield Text(f"{format_count(batch.global_batch)} sequences of {format_count(batch.seq_len)} tokens a step, {accum} a data rank")
     yield Text.assemble("\n", ("Layout  ", _TITLE), f"{NAMES[plan.strategy]}: {_layout(plan)}")

@@ -24,7 +24,7 @@ from pentamesh.run.folder import RunFolder
 from pentamesh.run.options import Options
 from pentamesh.run.slurm import adopt
 from pentamesh.run.worker import LAUNCHED, work
-from pentamesh.units import format_bytes
+from pentamesh.units import format_bytes, format_path
 
 __all__ = ["keep", "train"]
 
@@ -51,7 +51,7 @@ def keep(asked: Asked, options: Options, even_so: bool, *, here: bool = False) -
     folder = RunFolder(Path(str(plan.job.logging.folder)))
     if asked.file is not None and asked.file.resolve() in (folder.job.resolve(), folder.plan.resolve()):
         raise InputError(
-            f"the run folder {folder.path} is where {asked.file.name} lies, which the run would overwrite",
+            f"the run folder {format_path(folder.path)} is where {asked.file.name} lies, which the run would overwrite",
             where="logging.folder",
             hint="name another folder, or leave logging.folder out",
         )
@@ -64,7 +64,7 @@ def keep(asked: Asked, options: Options, even_so: bool, *, here: bool = False) -
         folder.outcome.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(
-            f"the run folder cannot be written: {error.strerror}", where=str(folder.path), hint="set logging.folder to one that can"
+            f"the run folder cannot be written: {error.strerror}", where=format_path(folder.path), hint="set logging.folder to one that can"
         ) from error
     return folder
 
@@ -113,7 +113,9 @@ def _after(folder: RunFolder, plan: Plan, options: Options) -> Plan:
         return plan
     if not options.resume:
         raise InputError(
-            f"{folder.path} already holds checkpoints of a run", where="logging.folder", hint="continue it with --resume, or choose another folder"
+            f"{format_path(folder.path)} already holds checkpoints of a run",
+            where="logging.folder",
+            hint="continue it with --resume, or choose another folder",
         )
     try:
         earlier = Plan.read(folder.plan)
@@ -122,9 +124,10 @@ def _after(folder: RunFolder, plan: Plan, options: Options) -> Plan:
         return plan
     before, now = earlier.layout.mesh.num_ranks, plan.layout.mesh.num_ranks
     if before != now:
-        hint = f"run it on {before} processes (hardware, layout), or start anew in another logging.folder from `pentamesh export {folder.path}`"
+        export = f"`pentamesh export {format_path(folder.path)}`"
+        hint = f"run it on {before} processes (hardware, layout), or start anew in another logging.folder from {export}"
         raise InputError(f"a run of {before} processes is resumed on as many so far, not on {now}", where="hardware", hint=hint)
-    hint = f"put the model back as it was, or start anew in another logging.folder from `pentamesh export {folder.path}`"
+    hint = f"put the model back as it was, or start anew in another logging.folder from `pentamesh export {format_path(folder.path)}`"
     check_model(earlier.model, plan.model, f"{plan.job.model.name}, the model of the checkpoint", hint)
     if earlier.fingerprint == plan.fingerprint:
         return replace(plan, parent=earlier.parent)
@@ -195,17 +198,17 @@ def _cause(folder: RunFolder, failures: dict[int, Any]) -> PentameshError:
     # The agent itself ends the others by SIGTERM, after the first to fail.
     first = next(iter(failures))
     killed = {rank: -f.exitcode for rank, f in failures.items() if f.exitcode < 0 and (-f.exitcode != signal.SIGTERM or rank == first)}
-    outcome = folder.read_outcome()
+    outcome, where = folder.read_outcome(), format_path(folder.path)
     hint = "continue with --resume from the newest checkpoint" if published(folder.checkpoints) else ""
     if killed:
         rank, number = next(iter(killed.items()))
         name = signal.Signals(number).name
         reason = " (out of memory? see the kernel log)" if number == signal.SIGKILL else ""
-        found: PentameshError = RunFailed(f"rank {rank} was killed by {name}{reason}; the other ranks were ended", where=str(folder.path), hint=hint)
+        found: PentameshError = RunFailed(f"rank {rank} was killed by {name}{reason}; the other ranks were ended", where=where, hint=hint)
         folder.record_failure(rank, found)
         return found
     if outcome is None or "problems" not in outcome:
-        return RunFailed(f"rank {min(failures)} ended with exit code {failures[min(failures)].exitcode}", where=str(folder.path), hint=hint)
+        return RunFailed(f"rank {min(failures)} ended with exit code {failures[min(failures)].exitcode}", where=where, hint=hint)
     kind = {2: InputError, 3: DoesNotFit, 4: Drift}.get(outcome["exit_code"], RunFailed)
     problems = [Problem(**problem) for problem in outcome["problems"]]
     return kind(*(replace(p, hint=p.hint or hint) if kind is RunFailed else p for p in problems))

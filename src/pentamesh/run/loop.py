@@ -129,7 +129,7 @@ def _one_step(made: Run, counters: Counters, measured: Measurements) -> tuple[Co
 def _unusable(made: Run, last: StepResult) -> RunFailed:
     return RunFailed(
         f"{MAX_UNUSABLE_STEPS} steps in a row had a loss or gradient that is not finite (the last: {last.skipped})",
-        where=str(made.folder.metrics),
+        where=format_path(made.folder.metrics),
         hint="lower optimizer.lr, add optimizer.warmup_steps, or look at the rows of these steps",
     )
 
