@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pentamesh.errors import InputError, Problem
+from pentamesh.job.hardware import read_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.read import job_from_flags
 from pentamesh.job.written import read_value
@@ -89,13 +90,13 @@ class Start:
 
 
 def read_flags(argv: Sequence[str], defaults: Defaults, description: str) -> Start:
-    """The job that a command line describes, for as many processes as the environment says. Raises InputError with every problem.
+    """The job that a command line describes, for as many processes as were started, or as its hardware has devices. Raises InputError with every
+    problem.
 
-    `--grad-accum` counts micro-batches a device, so that the global batch is batch-size x grad-accum x WORLD_SIZE.
+    `--grad-accum` counts micro-batches a device, so that the global batch is batch-size x grad-accum x devices.
     """
     given = _parser(description).parse_args(argv)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    nodes, world = _started() or _devices(_value_of(given, "--hardware"))
     own = defaults.keys if _value_of(given, "--model") else {**defaults.keys, **defaults.without_model}
     if problems := list(_clashes(given, nodes, own)):
         raise InputError(*problems)
@@ -121,6 +122,18 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--even-so", action="store_true", help="run although the plan says that it does not fit")
     parser.add_argument("--plan", action="store_true", help="show the plan and do not run it")
     return parser
+
+
+def _started() -> tuple[int, int] | None:
+    """Nodes and processes, among those that torchrun or srun started."""
+    size, nodes = os.environ.get("WORLD_SIZE", ""), os.environ.get("GROUP_WORLD_SIZE", "1")
+    return (int(nodes), int(size)) if size.isdigit() and nodes.isdigit() else None
+
+
+def _devices(hardware: str | None) -> tuple[int, int]:
+    """Nodes and devices of the hardware that a flag names, or of this machine."""
+    found = read_hardware(hardware or "auto", "--hardware")
+    return found.num_nodes, found.num_devices
 
 
 def _value_of(given: argparse.Namespace, flag: str) -> Any:
@@ -159,7 +172,7 @@ def _set_by(given: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
 def _batch(given: argparse.Namespace, world: int) -> Iterator[tuple[str, str, Any]]:
     size = _value_of(given, "--batch-size") or "1"
     if str(size).isdigit():  # anything else is refused as batch.micro_batch
-        yield "--batch-size x --grad-accum x WORLD_SIZE", "batch.global_batch", int(size) * given.grad_accum * world
+        yield "--batch-size x --grad-accum x devices", "batch.global_batch", int(size) * given.grad_accum * world
 
 
 def _strategy(given: argparse.Namespace, defaults: Defaults, nodes: int) -> Iterator[tuple[str, str, Any]]:
