@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from pentamesh.errors import InputError
+from pentamesh.layout.mesh import DATA_AXES, Mesh
 from pentamesh.run.compiled import check_compiler
 from pentamesh.run.ledger import differences
 from pentamesh.run.verify import Outcome, Trial, errors, outcome, predicted_ledger
 from pentamesh.run.worlds import run_world
-from tests.proof.toys import trial
+from tests.proof.test_tensor import tensor_trial
+from tests.proof.toys import TOYS, trial
 
 
 def counted(wanted: Trial) -> tuple[Outcome, int, int]:
@@ -24,14 +26,21 @@ def counted(wanted: Trial) -> tuple[Outcome, int, int]:
     return found, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
+# Full and hybrid shard are compiled by the launch lines of tests/test_recipes.py, whose ledgers have to be as planned too.
+CASES = [
+    trial("llama", "ddp", 2, 1, compile=True, recompute="selective"),
+    tensor_trial(TOYS["llama"], Mesh(tp=2), "parameters", True, grad_accum=1, compile=True, recompute="full"),
+]
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("strategy", "recompute"), [("full_shard", "full"), ("ddp", "selective")])
-def test_compiled_is_eager(strategy: str, recompute: str) -> None:
+@pytest.mark.parametrize("case", CASES, ids=["ddp, selective", "tensor and sequence, recomputed"])
+def test_compiled_is_eager(case: Trial) -> None:
     try:
         check_compiler("")
     except InputError as error:
         pytest.skip(f"nothing to compile with: {error.problems[0].what}")
-    wanted = replace(trial("llama", strategy, 2, 1, compile=True, recompute=recompute), precision="fp32")
+    wanted = replace(case, precision="fp32", global_batch=case.policy.micro_batch * case.layout.mesh.degree(*DATA_AXES))
     found, graphs, breaks = run_world(counted, 2, wanted, timeout_s=500)[0]
     eager = run_world(outcome, 2, replace(wanted, policy=replace(wanted.policy, compile=False)))[0]
     worst = errors(found, eager)

@@ -28,8 +28,14 @@ _KINDS = {
     "allgather_into_tensor_coalesced_": "all_gather",
     "reduce_scatter_": "reduce_scatter",
     "barrier": "barrier",
+    # What torch.compile makes of them.
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
 }
-_SEEN_ELSEWHERE = {"recv_", "recv_any_source_", "monitored_barrier_"}
+_SEEN_ELSEWHERE = {"recv_", "recv_any_source_", "monitored_barrier_", "wait_tensor"}
 
 
 class Recorder(TorchDispatchMode):
@@ -48,17 +54,19 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled blocks run compiled while this records, instead of eagerly: no collective is inside of one."""
+        """Compiled blocks run compiled while this records, instead of eagerly."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func.namespace == "c10d" and func._opname not in _SEEN_ELSEWHERE:
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname not in _SEEN_ELSEWHERE:
             self._record(func._opname, tree_leaves((args, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
     def _record(self, name: str, leaves: list[Any]) -> None:
         group = next(found for leaf in leaves if (found := _group_of(leaf)) is not None)
         num_bytes = max((t.numel() * t.element_size() for t in leaves if isinstance(t, torch.Tensor)), default=0)
+        if name == "all_gather_into_tensor":  # of which only the input is an argument
+            num_bytes *= group.size()
         key = (self._phase(), _KINDS.get(name, name), self._world.axes_of(group), group.size(), num_bytes)
         if group.size() > 1:
             self._counts[key] += 1
@@ -78,9 +86,11 @@ def differences(predicted: list[LedgerRow], recorded: list[LedgerRow]) -> list[s
 
 
 def _group_of(leaf: Any) -> dist.ProcessGroup | None:
-    if not isinstance(leaf, torch.ScriptObject):
-        return None
+    """The process group that an argument is, boxed or by its name in a compiled graph."""
     try:
-        return dist.ProcessGroup.unbox(leaf)
+        if isinstance(leaf, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(leaf)
+        named: Any = leaf
+        return dist.distributed_c10d._resolve_process_group(named) if isinstance(leaf, str) else None
     except (RuntimeError, TypeError, ValueError):
         return None
