@@ -169,7 +169,7 @@ def pairs(case: Case, folder: Path, num_pairs: int) -> tuple[list[tuple[float, f
     torch.set_num_threads(1)
     mine, chosen = ours(case, folder, lambda p: join(p.layout, "cpu"))
     theirs = by_hand(case, folder)
-    for step in (mine, theirs) * 3:
+    for step in (mine, theirs) * 2:
         step()
     found = []
     for index in range(num_pairs):

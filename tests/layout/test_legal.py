@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pentamesh.job.job import Batch
@@ -81,3 +83,10 @@ def test_an_undescribed_family_stays_on_the_data_axes() -> None:
     (found,) = problems(generic, Layout(Mesh(tp=2, pp=2)), Batch())
     assert "not described" in found.what
     assert problems(generic, Layout(Mesh(dp_shard=8), "parameters"), Batch()) == []
+
+
+def test_no_tensor_rank_is_left_with_nothing() -> None:
+    """By twos nine rows are gone after five ranks; by fives thirty-six serve all eight."""
+    (found,) = problems(replace(MODEL, vocab=9), Layout(Mesh(tp=8)), Batch())
+    assert found.what == "tensor = 8 leaves the last rank nothing of vocab = 9"
+    assert not problems(replace(MODEL, vocab=36), Layout(Mesh(tp=8)), Batch())

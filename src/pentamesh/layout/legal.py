@@ -59,6 +59,11 @@ def _tensor(asked: _Asked) -> Iterator[Problem]:
     for dim, units in (("heads", model.num_heads), ("kv_heads", model.num_kv_heads)):
         if units % tp:
             yield Problem(f"tensor = {tp} does not divide {dim} = {units}", f"layout.tensor    {_first(asked, dim)}", f"use tensor = {works}")
+    for dim, units in (("vocab", model.vocab), ("ffn", model.ffn)):
+        # Other dims may be cut unevenly, but a module computes with something.
+        if -(-units // tp) * (tp - 1) >= units:
+            what = f"tensor = {tp} leaves the last rank nothing of {dim} = {units}"
+            yield Problem(what, f"layout.tensor    {_first(asked, dim)}", f"use tensor = {works}")
 
 
 def _pipeline(asked: _Asked) -> Iterator[Problem]:
