@@ -81,3 +81,15 @@ def test_an_undescribed_family_stays_on_the_data_axes() -> None:
     (found,) = problems(generic, Layout(Mesh(tp=2, pp=2)), Batch())
     assert "not described" in found.what
     assert problems(generic, Layout(Mesh(dp_shard=8), "parameters"), Batch()) == []
+
+
+def test_a_table_of_positions_ends() -> None:
+    """Where positions are rotated a longer sequence is only untrained; where they are looked up there is nothing to look up."""
+    (found,) = problems(read_model("gpt2"), Layout(), Batch(seq_len=1025))
+    assert found.what == "seq_len = 1025 is beyond the 1024 positions that openai-community/gpt2 has a table of"
+    assert problems(MODEL, Layout(), Batch(seq_len=2**20)) == []
+
+
+def test_tensor_names_the_fused_tensor_where_keys_have_none_of_their_own() -> None:
+    (found,) = problems(read_model("gpt2"), Layout(Mesh(tp=8)), Batch(seq_len=1024))
+    assert found.where == "layout.tensor    transformer.h.*.attn.c_attn.weight [hidden, heads*64]"

@@ -12,8 +12,10 @@ from pentamesh.job.hardware import Hardware, read_hardware
 from pentamesh.job.job import Job, Machine
 from pentamesh.job.machine import this_machines_fabric
 from pentamesh.job.read import check_trainable, is_hub_data, read_job, resolve
+from pentamesh.layout.split import split
 from pentamesh.model.families import generic
 from pentamesh.model.read import read_model, resolved
+from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.plan import Plan
@@ -68,8 +70,10 @@ def planned(asked: Asked) -> Plan:
         check_compiler(asked.where)
     model, here = _model(asked), located(job, asked.base, asked.name)
     if asked.plan is None:
-        return make_plan(here, model, _hardware(job), data_only=True, overrides=dict(asked.overrides))
-    _check_runnable(asked.plan, asked.where)
+        plan = make_plan(here, model, _hardware(job), data_only=True, overrides=dict(asked.overrides))
+        _check_runnable(plan, model, asked.where)
+        return plan
+    _check_runnable(asked.plan, model, asked.where)
     hint = "plan it again, or put the model back as it was"
     check_model(asked.plan.model, model_facts(model), f"{job.model.name}, the model of {asked.where}", hint)
     return replace(asked.plan, job=here)
@@ -99,11 +103,16 @@ def _model(asked: Asked) -> ModelSpec:
     return model
 
 
-def _check_runnable(plan: Plan, where: str) -> None:
+def _check_runnable(plan: Plan, model: ModelSpec, where: str) -> None:
     """Raises InputError for a layout that is planned but not trained yet."""
     if plan.layout.mesh.degree("pp", "cp", "ep") > 1:
         hint = "data and tensor are: make the other degrees 1"
         raise InputError(f"{plan.layout.mesh} is planned but not trained yet", where=where, hint=hint)
+    # A tensor that is fused of several is cut within each, which no DTensor placement says, and a checkpoint keeps parts by their placements.
+    fused = [held for t in model.parameters if (held := split(t, Role.STATE, plan.layout)).placements() is None]
+    if fused:
+        what = f"tensor = {plan.layout.mesh.tp} cuts {fused[0]} and {len(fused) - 1} more fused tensors: planned but not trained yet"
+        raise InputError(what, where=f"{where} layout.tensor", hint="the data axes train this model: use tensor = 1")
 
 
 def _hardware(job: Job) -> Hardware:
