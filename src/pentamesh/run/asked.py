@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pentamesh.errors import InputError
-from pentamesh.job.hardware import Hardware, read_hardware
-from pentamesh.job.job import Job, Machine
-from pentamesh.job.machine import this_machines_fabric
+from pentamesh.job.hardware import Hardware, read_hardware, started_hardware
+from pentamesh.job.job import Job
 from pentamesh.job.read import check_trainable, is_hub_data, read_job, resolve
 from pentamesh.layout.split import split
 from pentamesh.model.families import generic
@@ -25,9 +23,6 @@ from pentamesh.run.compiled import check_compiler
 from pentamesh.run.world import environment
 
 __all__ = ["Asked", "located", "planned", "read_asked"]
-
-# What joins nodes where nothing on this machine says it: a rate that is seldom too high.
-ASSUMED_FABRIC = "100gbps"
 
 
 @dataclass(frozen=True)
@@ -117,14 +112,7 @@ def _check_runnable(plan: Plan, model: ModelSpec, where: str) -> None:
 
 def _hardware(job: Job) -> Hardware:
     """The job's hardware; `auto` among the processes that torchrun or srun started is this kind of machine, as often as there are nodes."""
-    found = read_hardware(job.hardware)
     size, nodes = environment("WORLD_SIZE", 0), environment("GROUP_WORLD_SIZE", 1)
-    if job.hardware != "auto" or not size or (nodes == 1 and found.device.kind == "cuda"):
-        return found
-    here = Machine(nodes=nodes, gpus=environment("LOCAL_WORLD_SIZE", size // nodes), gpu=found.device.name)
-    if nodes == 1:
-        return read_hardware(here)
-    fabric = this_machines_fabric()
-    if fabric is None:
-        print(f"nothing here says what joins the {nodes} nodes: {ASSUMED_FABRIC} assumed; `hardware` can say it", file=sys.stderr)  # noqa: T201
-    return read_hardware(here.model_copy(update={"fabric": fabric or ASSUMED_FABRIC}))
+    if job.hardware != "auto" or not size:
+        return read_hardware(job.hardware)
+    return started_hardware(nodes, environment("LOCAL_WORLD_SIZE", size // nodes))
