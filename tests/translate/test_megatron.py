@@ -92,6 +92,7 @@ def test_405b_fits_a_141_gb_card_with_blocks_recomputed_only(capsys: pytest.Capt
     assert re.search(r"with their activations kept a GPU needs 2\d\d GB, with them recomputed 1\d\d GB", text)
     kept = said(f"{LINE_D} --recompute-granularity selective", "8x8xH200@8x400gbps", 3, capsys, monkeypatch)
     assert kept.startswith("DOES NOT FIT")
+    assert "selective: all but matmuls and attention is computed again" in kept
 
 
 def test_405b_in_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +209,7 @@ def test_refused_flags_give_the_reason(flag: str) -> None:
         ("--save here --tensorboard-dir there", "--tensorboard-dir there", "beside the metrics of a run"),
         ("--min-lr 0.1", "--min-lr", "without --lr"),
         ("--lr-decay-style inverse-square-root", "--lr-decay-style", "is not one of"),
+        ("--recompute-granularity none", "--recompute-granularity", "is unknown"),
         ("--recompute-method block", "--recompute-method", "computed again all"),
         ("--recompute-num-layers 1", "--recompute-num-layers", "says how blocks are wholly computed again"),
         ("--recompute-activations --recompute-granularity full", "--recompute-activations", "both say what is computed again"),

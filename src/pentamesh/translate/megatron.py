@@ -59,7 +59,7 @@ def read_flags(argv: Sequence[str], description: str) -> Pretraining:
     job = attempt(lambda: job_from_flags(_settings(given, hardware)))
     tensor, seq_length = (count(given, flag, []) or 1 for flag in ("--tensor-model-parallel-size", "--seq-length"))
     model = attempt(lambda: _model(given, seq_length, tensor))
-    problems += [*_refused(given), *_absent(given), *_clashes(given), *(_unfit(given, hardware) if hardware else ())]
+    problems += _wrong(given, hardware)
     if problems or job is None or model is None or hardware is None:
         raise InputError(*dict.fromkeys(problems))
     said = (*model.notes, *_on_gpu(given, hardware), *_chosen(given))
@@ -151,19 +151,20 @@ def _model(given: argparse.Namespace, seq_length: int, tensor: int) -> ModelSpec
 # What cannot be done
 
 
-def _refused(given: argparse.Namespace) -> Iterator[Problem]:
+def _wrong(given: argparse.Namespace, hardware: Hardware | None) -> Iterator[Problem]:
+    """What cannot be meant, alone or together, and what is not here."""
     for flag, (reason, hint) in REFUSED.items():
         if given_value(given, flag) is not None:
             yield Problem(reason, flag, hint)
-
-
-def _absent(given: argparse.Namespace) -> Iterator[Problem]:
     if given_value(given, "--seq-length") is None:
         yield Problem("--seq-length is missing", "--seq-length", "Megatron-LM needs it too")
+    yield from _numbers(given)
+    yield from _recompute(given)
+    yield from _kernels(given, hardware)
+    yield from _folders(given)
 
 
-def _clashes(given: argparse.Namespace) -> Iterator[Problem]:
-    """What cannot be meant, alone or together."""
+def _numbers(given: argparse.Namespace) -> Iterator[Problem]:
     problems: list[Problem] = []
     count(given, "--exit-interval", problems)
     for flag in (*ADAM, "--min-lr"):
@@ -171,36 +172,38 @@ def _clashes(given: argparse.Namespace) -> Iterator[Problem]:
     yield from problems
     if given_value(given, "--min-lr") is not None and given_value(given, "--lr") is None:
         yield Problem("--min-lr without --lr, of which it is a share", "--min-lr", "add --lr")
-    kinds = [flag for flag in ("--recompute-activations", "--recompute-granularity") if given_value(given, flag)]
-    if len(kinds) > 1:
-        yield Problem(f"{' and '.join(kinds)} both say what is computed again", kinds[0], "keep one")
-    blocks = {"--recompute-method": "uniform", "--recompute-num-layers": "1"}
-    for flag, only in blocks.items():
-        if given_value(given, flag) not in (None, only):
-            yield Problem(f"{flag} {given_value(given, flag)}: blocks are computed again all, and one by one", flag, f"use {flag} {only}")
-        elif given_value(given, flag) and given_value(given, "--recompute-granularity") != "full":
+
+
+def _recompute(given: argparse.Namespace) -> Iterator[Problem]:
+    granularity = given_value(given, "--recompute-granularity")
+    if granularity not in (None, "full", "selective"):
+        yield Problem(f"--recompute-granularity {granularity} is unknown", "--recompute-granularity", "use full or selective")
+    if granularity and given_value(given, "--recompute-activations"):
+        yield Problem("this and --recompute-granularity both say what is computed again", "--recompute-activations", "keep one")
+    for flag, only in (("--recompute-method", "uniform"), ("--recompute-num-layers", "1")):
+        said = given_value(given, flag)
+        if said not in (None, only):
+            yield Problem(f"{flag} {said}: blocks are computed again all, and one by one", flag, f"use {flag} {only}")
+        elif said and granularity != "full":
             yield Problem(f"{flag} says how blocks are wholly computed again", flag, "add --recompute-granularity full, or leave it out")
-    if given_value(given, "--transformer-impl") not in (None, "local", "transformer_engine"):
-        yield Problem(
-            f"--transformer-impl {given_value(given, '--transformer-impl')} is unknown", "--transformer-impl", "use local or transformer_engine"
-        )
+
+
+def _kernels(given: argparse.Namespace, hardware: Hardware | None) -> Iterator[Problem]:
+    if (said := given_value(given, "--transformer-impl")) not in (None, "local", "transformer_engine"):
+        yield Problem(f"--transformer-impl {said} is unknown", "--transformer-impl", "use local or transformer_engine")
+    if hardware is not None and hardware.device.kind == "cpu":
+        hint = "leave it out, or name the machine that is meant: --hardware 8xH100"
+        for flag in _asked_of_gpu(given):
+            yield Problem(f"{flag} asks for kernels of a GPU, and {hardware} has none", flag, hint)
+
+
+def _folders(given: argparse.Namespace) -> Iterator[Problem]:
     save, load, board = (given_value(given, flag) for flag in ("--save", "--load", "--tensorboard-dir"))
     if load is not None and load != save:
         yield Problem(f"a run goes on in its own folder, which is {save or 'not given'}", f"--load {load}", f"use --save {load} --load {load}")
     if board is not None and (save is None or os.path.normpath(board) != os.path.normpath(f"{save}/tensorboard")):
-        yield Problem(
-            "event files are written beside the metrics of a run", f"--tensorboard-dir {board}", "use the folder tensorboard in that of --save"
-        )
-
-
-def _unfit(given: argparse.Namespace, hardware: Hardware) -> Iterator[Problem]:
-    """What only a GPU has, asked of a CPU."""
-    if hardware.device.kind != "cpu":
-        return
-    for flag in _asked_of_gpu(given):
-        yield Problem(
-            f"{flag} asks for kernels of a GPU, and {hardware} has none", flag, "leave it out, or name the machine that is meant: --hardware 8xH100"
-        )
+        hint = "use the folder tensorboard in that of --save"
+        yield Problem("event files are written beside the metrics of a run", f"--tensorboard-dir {board}", hint)
 
 
 # What should be said
@@ -216,6 +219,10 @@ def _on_gpu(given: argparse.Namespace, hardware: Hardware) -> list[str]:
 
 
 def _chosen(given: argparse.Namespace) -> list[str]:
-    if given_value(given, "--recompute-granularity") or given_value(given, "--recompute-activations"):
+    """What blocks compute again in backward, where that is not what Megatron-LM would."""
+    granularity = given_value(given, "--recompute-granularity")
+    if granularity == "selective" or given_value(given, "--recompute-activations"):
+        return ["selective: all but matmuls and attention is computed again; Megatron-LM's is attention, of which a fused kernel keeps nothing"]
+    if granularity == "full":
         return []
     return ["what blocks compute again in backward is chosen: without --recompute-granularity Megatron-LM keeps all activations"]
