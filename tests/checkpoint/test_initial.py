@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.split import split
@@ -101,3 +101,16 @@ def test_what_is_constant_in_transformers_is_constant_here() -> None:
         else:
             assert 0.25 < float(ours.std()) < 0.35, tensor
             assert 0.25 < float(theirs.std()) < 0.35, tensor
+
+
+def test_what_gpt2_adds_to_the_stream_starts_narrower_the_deeper_it_is() -> None:
+    config = GPT2Config(vocab_size=101, n_embd=64, n_layer=8, n_head=4, n_positions=32, initializer_range=0.3, bos_token_id=None, eos_token_id=None)
+    built, model = GPT2LMHeadModel(config), describe(config.to_dict(), "toy")
+    assert model is not None
+    for tensor in model.parameters:
+        theirs = built.get_parameter(tensor.name).detach()
+        ours = initial(tensor, split(tensor, Role.WEIGHT, Layout()), 0, seed=0, std=0.3, dtype=torch.float32)
+        if tensor.kind in ("scale", "bias"):
+            assert torch.equal(ours, theirs), tensor
+        else:
+            assert float(ours.std()) == pytest.approx(float(theirs.std()), rel=0.1), tensor

@@ -21,14 +21,35 @@ CONFIG = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
+GPT2 = {
+    "n_embd": 64,
+    "n_inner": 176,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 32,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 BATCH, SEQ = 2, 16
+
+
+def config_of(name: str, layers: int = 2) -> dict[str, Any]:
+    """The config of a family, or of GPT-2 with the activation function behind the hyphen."""
+    family, _, function = name.partition("-")
+    if family != "gpt2":
+        return CONFIG | {"model_type": family, "num_hidden_layers": layers}
+    return GPT2 | {"model_type": family, "n_layer": layers, "activation_function": function or "gelu_new"}
 
 
 def recorded_bytes(model_type: str, dtype: str, layers: int) -> int:
     """Bytes of distinct storages that a forward saves, parameters aside."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(model_type, **CONFIG | {"num_hidden_layers": layers})
+    config = transformers.AutoConfig.for_model(**config_of(model_type, layers))
     built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(getattr(torch, dtype))
     parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
     saved, alive = {}, []
@@ -39,15 +60,15 @@ def recorded_bytes(model_type: str, dtype: str, layers: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = built.model(torch.zeros(BATCH, SEQ, dtype=torch.long), use_cache=False)
+        output = built.base_model(torch.zeros(BATCH, SEQ, dtype=torch.long), use_cache=False)
     assert output.last_hidden_state.shape == (BATCH, SEQ, CONFIG["hidden_size"])
     return sum(size for pointer, size in saved.items() if pointer not in parameters)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt2-gelu_pytorch_tanh", "gpt2-gelu", "gpt2-relu"])
 def test_a_block_saves_what_is_listed(model_type: str, dtype: str) -> None:
-    model = describe(CONFIG | {"model_type": model_type}, "toy")
+    model = describe(config_of(model_type), "toy")
     assert model is not None
     of_one_block = recorded_bytes(model_type, dtype, 2) - recorded_bytes(model_type, dtype, 1)
     assert local_bytes(block(model, Layout(), BATCH, SEQ, dtype), Layout()) == of_one_block
@@ -60,13 +81,13 @@ def allocated_bytes(model_type: str, dtype: str, layers: int, recompute: str) ->
     from pentamesh.layout.policy import Policy
     from pentamesh.run.recompute import recompute as set_up
 
-    config = transformers.AutoConfig.for_model(model_type, **CONFIG | {"num_hidden_layers": layers})
+    config = transformers.AutoConfig.for_model(**config_of(model_type, layers))
     built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(getattr(torch, dtype)).train()
     set_up(built, Policy(recompute=recompute), torch.device("cpu"))  # type: ignore[arg-type]
     ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
-    built.model(ids, use_cache=False)
+    built.base_model(ids, use_cache=False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiler:
-        output = built.model(ids, use_cache=False)
+        output = built.base_model(ids, use_cache=False)
     assert output.last_hidden_state.requires_grad
     changes = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     return sum(changes) - layers * torch.get_rng_state().nbytes
@@ -74,9 +95,9 @@ def allocated_bytes(model_type: str, dtype: str, layers: int, recompute: str) ->
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gpt2-gelu_pytorch_tanh"])
 def test_a_checkpointed_block_keeps_what_is_listed(model_type: str, recompute: Any, dtype: str) -> None:
-    model = describe(CONFIG | {"model_type": model_type}, "toy")
+    model = describe(config_of(model_type), "toy")
     assert model is not None
     of_one_block = allocated_bytes(model_type, dtype, 3, recompute) - allocated_bytes(model_type, dtype, 2, recompute)
     assert local_bytes(kept(model, Layout(), BATCH, SEQ, dtype, recompute), Layout()) == of_one_block

@@ -90,3 +90,15 @@ def test_no_tensor_rank_is_left_with_nothing() -> None:
     (found,) = problems(replace(MODEL, vocab=9), Layout(Mesh(tp=8)), Batch())
     assert found.what == "tensor = 8 leaves the last rank nothing of vocab = 9"
     assert not problems(replace(MODEL, vocab=36), Layout(Mesh(tp=8)), Batch())
+
+
+def test_a_table_of_positions_ends() -> None:
+    """Where positions are rotated a longer sequence is only untrained; where they are looked up there is nothing to look up."""
+    (found,) = problems(read_model("gpt2"), Layout(), Batch(seq_len=1025))
+    assert found.what == "seq_len = 1025 is beyond the 1024 positions that openai-community/gpt2 has a table of"
+    assert problems(MODEL, Layout(), Batch(seq_len=2**20)) == []
+
+
+def test_tensor_names_the_fused_tensor_where_keys_have_none_of_their_own() -> None:
+    (found,) = problems(read_model("gpt2"), Layout(Mesh(tp=8)), Batch(seq_len=1024))
+    assert found.where == "layout.tensor    transformer.h.*.attn.c_attn.weight [hidden, heads*64]"

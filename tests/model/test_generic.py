@@ -62,7 +62,7 @@ def described(config: dict[str, Any], name: str) -> ModelSpec:
 def test_each_undescribed_model_has_one_file_of_facts() -> None:
     found = {path.name for path in (files("pentamesh.model") / "facts").iterdir()}
     assert found == {f"{entry.id.replace('/', '--')}.json" for entry in GENERIC}
-    assert len(GENERIC) == 39
+    assert len(GENERIC) == 38
 
 
 def test_facts_name_the_release_that_they_belong_to() -> None:
@@ -121,8 +121,9 @@ def test_the_estimate_of_activations_is_exact_where_a_family_lists_them() -> Non
         sizes = {key: getattr(spec, key) for key in ("hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim")}
         estimated = replace(spec, kept=generic.kept(spec.tensors, sizes))
         listed, guessed = (local_bytes(block(m, Layout(), 1, 4096, "bfloat16"), Layout()) for m in (spec, estimated))
-        # Qwen3's queries and keys are normed in place of being kept twice.
-        assert 1 <= guessed / listed < 1.1 if spec.family == "qwen3" else guessed == pytest.approx(listed, rel=1e-3), entry.id
+        # Qwen3's queries and keys are normed in place of being kept twice; GPT-2 has no gate, and an activation function in five operations.
+        low, high = {"qwen3": (1, 1.1), "gpt2": (0.75, 1)}.get(spec.family, (0.999, 1.001))
+        assert low <= guessed / listed <= high, entry.id
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "glm4", "phi3", "mixtral", "qwen3_moe", "phi"])
@@ -177,7 +178,7 @@ def test_states_are_cut_along_dim_0_of_everything() -> None:
         ("gemma2", "caps logits"),
         ("mixtral", "map of names"),
         ("gpt_oss", "not one that torch's fused kernel computes"),
-        ("gpt2", "drops activations at random"),
+        ("gpt_bigcode", "drops activations at random"),
         ("gemma3_text", ""),
         ("phi3", ""),
     ],

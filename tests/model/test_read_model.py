@@ -267,6 +267,28 @@ def test_one_thing_wrong_with_the_sizes(change: dict[str, Any], key: str, said: 
     assert found[0][2]
 
 
+@pytest.mark.parametrize(
+    ("change", "key", "said"),
+    [
+        ({"n_embd": None}, "n_embd", "n_embd is missing"),
+        ({"n_inner": "96"}, "n_inner", "n_inner = '96' is not a whole number"),
+        ({"n_positions": 0}, "n_positions", "n_positions = 0 is not a whole number from 1"),
+        ({"n_embd": 26}, "n_embd", "n_embd = 26 is not a multiple of n_head = 4"),
+        ({"n_layer": 10**9}, "n_layer", "n_layer = 1000000000 is more than 10,000"),
+        ({"resid_pdrop": 1.5}, "resid_pdrop", "resid_pdrop = 1.5 is no share of activations"),
+        ({"activation_function": "magic"}, "activation_function", "activation_function = 'magic' is not one that is known"),
+        ({"add_cross_attention": True}, "add_cross_attention", "attends to an encoder's output"),
+    ],
+)
+def test_gpt2_is_judged_in_its_own_spelling(change: dict[str, Any], key: str, said: str, tmp_path: Path) -> None:
+    good = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    assert read_model(str(folder(tmp_path / "good", good))).ffn == 96
+    found = refused(str(folder(tmp_path / "toy", good | change)))
+    assert len(found) == 1, found
+    assert said in found[0][0]
+    assert found[0][1] == f"{tmp_path / 'toy' / 'config.json'} {key}"
+
+
 def test_all_that_is_wrong_with_the_sizes(tmp_path: Path) -> None:
     bad = {k: v for k, v in GOOD.items() if k != "vocab_size"} | {"hidden_size": 0, "num_key_value_heads": -1, "intermediate_size": "40"}
     keys = {where.rpartition(" ")[2] for _, where, _ in refused(str(folder(tmp_path / "toy", bad)))}
@@ -275,7 +297,7 @@ def test_all_that_is_wrong_with_the_sizes(tmp_path: Path) -> None:
 
 def test_no_model_type_names_the_described_families(tmp_path: Path) -> None:
     hint = refused(str(folder(tmp_path / "toy", GOOD | {"model_type": None})))[0][2]
-    assert hint == "it names the architecture: llama, mistral, qwen2, qwen3, or any that transformers knows"
+    assert hint == "it names the architecture: llama, mistral, qwen2, qwen3, gpt2, or any that transformers knows"
 
 
 def test_code_that_comes_with_a_model_is_left_out_aloud(tmp_path: Path) -> None:

@@ -29,5 +29,5 @@ TOYS: dict[str, dict[str, Any]] = {
     "mixtral": EXPERTS | {"model_type": "mixtral", "num_local_experts": 4},
     "qwen3_moe": EXPERTS | {"model_type": "qwen3_moe", "num_experts": 4},
     "gpt_oss": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 8, "layer_types": TYPES},
-    "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    "gpt_bigcode": {"model_type": "gpt_bigcode", "vocab_size": 61, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64},
 }

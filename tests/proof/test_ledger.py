@@ -41,6 +41,9 @@ CASES = [
     ("qwen2", "hybrid_shard", 4, 4, {"reduce": "node"}),
     ("qwen3", "hybrid_shard", 4, 4, {"reduce": "node", "reshard": False}),
     ("llama", "hybrid_shard", 4, 4, {"reduce": "each"}),
+    ("gpt2", "ddp", 2, 1, {}),
+    ("gpt2", "full_shard", 4, 4, {}),
+    ("gpt2", "full_shard", 3, 1, {"recompute": "selective"}),
 ]
 
 

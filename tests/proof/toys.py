@@ -29,13 +29,30 @@ LLAMA: dict[str, Any] = {
 UNTIED = LLAMA | {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}
 QWEN2 = LLAMA | {"model_type": "qwen2", "hidden_act": "silu"}
 QWEN3 = UNTIED | {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 301,
+    "n_embd": 52,
+    "n_inner": 90,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 63,
+    "initializer_range": 0.05,
+    "activation_function": "gelu_pytorch_tanh",
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 # Seven rows in `k_proj`-like tensors over four ranks leave the last one empty.
 TINY_ROWS = LLAMA | {"hidden_size": 5, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 7, "vocab_size": 13}
 
 # More than one 25 MiB bucket of gradients, in float64.
 WIDE = LLAMA | {"vocab_size": 8000, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 6}
 
-TOYS = {"wide": WIDE, "llama": LLAMA, "llama-untied": UNTIED, "qwen2": QWEN2, "qwen3": QWEN3, "tiny-rows": TINY_ROWS}
+TOYS = {"wide": WIDE, "llama": LLAMA, "llama-untied": UNTIED, "qwen2": QWEN2, "qwen3": QWEN3, "gpt2": GPT2, "tiny-rows": TINY_ROWS}
 
 
 # ZeRO-1 and ZeRO-2 keep whole weights over a step; they differ in when gradients leave.

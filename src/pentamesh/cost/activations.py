@@ -1,8 +1,8 @@
 """What autograd keeps of a forward pass: an explicit list of saved tensors, each with named dims, so that `split` says what a rank holds.
 
-The lists are those of transformers' modules run eagerly with scaled-dot-product attention: for Llama, Mistral, Qwen2 and Qwen3 blocks they
-equal, to the byte, what saved-tensor hooks record, and under checkpointing what stays allocated (tests/cost/test_activations.py). Fused kernels
-save less. What blocks of other families keep is estimated from the widths of their tensors.
+The lists are those of transformers' modules run eagerly with scaled-dot-product attention: for Llama, Mistral, Qwen2, Qwen3
+and GPT-2 blocks they equal, to the byte, what saved-tensor hooks record, and under checkpointing what stays allocated
+(tests/cost/test_activations.py). Fused kernels save less. What blocks of other families keep is estimated from the widths of their tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pentamesh.job.precision import ITEMSIZE
 from pentamesh.layout.mesh import DATA_AXES, Layout
 from pentamesh.layout.split import split
 from pentamesh.model.dims import Dim, TensorSpec
+from pentamesh.model.families.gpt2 import DROPOUT
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import Kept, ModelSpec
 
@@ -66,7 +67,8 @@ def block(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, comp
     shapes, size = _Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
     if model.kept is not None:
         return _estimated(model.kept, shapes, size)
-    return (*_norm("input_norm", shapes, size), *_attention(shapes, size), *_norm("post_norm", shapes, size), *_mlp(shapes, size))
+    norm, mlp = (_layer_norm, _plain_mlp) if model.family == "gpt2" else (_norm, _mlp)
+    return (*norm("input_norm", shapes, size), *_attention(shapes, size), *norm("post_norm", shapes, size), *mlp(shapes, size), *_dropped(shapes))
 
 
 def kept(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, recompute: Recompute) -> tuple[Saved, ...]:
@@ -87,13 +89,11 @@ def again(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, comp
 def head(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str) -> tuple[Saved, ...]:
     """What is kept once per micro-batch beside the blocks: ids, labels, rotary tables and the final norm."""
     shapes, size = _Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
+    ids = Saved("ids and labels", shapes(Dim("pair", 2)), Role.USE, _INT64)
+    if model.family == "gpt2":
+        return (ids, *_layer_norm("final_norm", shapes, size))
     rotary = (Dim("seq", seq_len), Dim("head_dim", model.head_dim))
-    return (
-        Saved("ids and labels", shapes(Dim("pair", 2)), Role.USE, _INT64),
-        Saved("cos", rotary, Role.USE, size),
-        Saved("sin", rotary, Role.USE, size),
-        *_norm("final_norm", shapes, size),
-    )
+    return (ids, Saved("cos", rotary, Role.USE, size), Saved("sin", rotary, Role.USE, size), *_norm("final_norm", shapes, size))
 
 
 def logits(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int) -> tuple[Saved, ...]:
@@ -126,6 +126,13 @@ def _norm(name: str, shapes: _Shapes, size: int) -> Iterator[Saved]:
     yield Saved(f"{name} output", stream, Role.USE, size)
 
 
+def _layer_norm(name: str, shapes: _Shapes, size: int) -> Iterator[Saved]:
+    """A LayerNorm of the stream: its input, mean and 1/deviation, and the output for the next matmul."""
+    yield Saved(f"{name} input", shapes(shapes.hidden), Role.CARRY, size)
+    yield Saved(f"{name} mean and 1/deviation", shapes(Dim("pair", 2)), Role.CARRY, size)
+    yield Saved(f"{name} output", shapes(shapes.hidden), Role.USE, size)
+
+
 def _attention(shapes: _Shapes, size: int) -> Iterator[Saved]:
     """Queries, keys and values after rotation, the output (which o_proj also reads) and the log-sum-exp."""
     if any(".q_norm." in t.name for t in shapes.model.block):
@@ -146,9 +153,11 @@ def _dear(shapes: _Shapes, size: int) -> Iterator[Saved]:
     if model.kept is not None:
         yield Saved("beside matmuls", shapes(Dim("matmuls", model.kept.by_matmuls)), Role.USE, size)
     else:
-        for name, dim in (("projected queries", shapes.q), ("projected keys", shapes.kv), ("values", shapes.kv), ("attention output", shapes.q)):
+        # Without rotation, attention reads what was projected.
+        queries, keys = ("queries", "keys") if model.learns_positions else ("projected queries", "projected keys")
+        for name, dim in ((queries, shapes.q), (keys, shapes.kv), ("values", shapes.kv), ("attention output", shapes.q)):
             yield Saved(name, shapes(dim), Role.USE, size)
-        for name in ("gate", "up"):
+        for name in ("up",) if model.family == "gpt2" else ("gate", "up"):
             yield Saved(name, shapes(Dim("ffn", model.ffn)), Role.USE, size)
     yield Saved("log-sum-exp", shapes(Dim("heads", model.num_heads)), Role.USE, _FLOAT32)
     for name in ("attention projected", "MLP projected"):
@@ -170,3 +179,22 @@ def _mlp(shapes: _Shapes, size: int) -> Iterator[Saved]:
     """A gated MLP: gate, up, the activated gate and the product that down_proj reads."""
     for name in ("gate", "up", "act(gate)", "product"):
         yield Saved(name, shapes(Dim("ffn", shapes.model.ffn)), Role.USE, size)
+
+
+# What activation functions keep where no gate follows, besides what the next matmul reads: that of transformers' `gelu_new` is written out in
+# five operations, that of a rectifier is its own output.
+_KEPT_BY = {"gelu_new": ("up", "half of up", "tanh", "1 + tanh"), "relu": ()}
+
+
+def _plain_mlp(shapes: _Shapes, size: int) -> Iterator[Saved]:
+    """An MLP without a gate: what its activation function keeps, and what the second matmul reads."""
+    function = shapes.model.config.get("activation_function", "gelu_new")
+    for name in (*_KEPT_BY.get(function, ("up",)), "activated"):
+        yield Saved(name, shapes(Dim("ffn", shapes.model.ffn)), Role.USE, size)
+
+
+def _dropped(shapes: _Shapes) -> Iterator[Saved]:
+    """One byte for each element that dropout may drop of what a sublayer leaves; attention draws its own again. Source: torch `native_dropout`."""
+    if shapes.model.family == "gpt2" and shapes.model.config.get("resid_pdrop", DROPOUT["resid_pdrop"]):
+        for name in ("attention dropped", "MLP dropped"):
+            yield Saved(name, shapes(shapes.hidden), Role.CARRY, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -11,10 +13,10 @@ from pentamesh.errors import InputError, Problem
 from pentamesh.job.check import faults
 from pentamesh.job.device import Device, Link, capped, find_gpu, intra_link
 from pentamesh.job.job import Machine
-from pentamesh.job.machine import SHARE_FOR_THE_SYSTEM, cpu_device, gloo_link, num_processes, this_machines_gpus
+from pentamesh.job.machine import SHARE_FOR_THE_SYSTEM, cpu_device, gloo_link, num_processes, this_machines_fabric, this_machines_gpus
 from pentamesh.units import format_bytes, parse_bytes_per_s
 
-__all__ = ["Device", "Hardware", "Link", "read_hardware"]
+__all__ = ["Device", "Hardware", "Link", "read_hardware", "started_hardware"]
 
 T = TypeVar("T")
 
@@ -25,6 +27,8 @@ MAX_DEVICES = 2**18
 FABRICS = {"edr": "100gbps", "hdr": "200gbps", "ndr": "400gbps", "xdr": "800gbps"}
 # A ring step over 4 nodes of 8 B200: 400 us fitted over 62 steps. Source: published NCCL curves over EFA, fit of formula T = alpha + wire / B.
 FABRIC_LATENCY_S = 6.5e-6
+# What joins nodes where nothing on this machine says it: a rate that is seldom too high.
+ASSUMED_FABRIC = "100gbps"
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,21 @@ def read_hardware(written: str | Mapping[str, Any] | Machine, where: str = "hard
     if found.nvme:
         notes = (*notes, "nvme is recorded; no plan offloads to it yet")
     return Hardware(found.nodes, found.gpus, device, intra, inter, nics, found.host_ram, found.nvme, notes)
+
+
+def started_hardware(nodes: int, processes_per_node: int) -> Hardware:
+    """What processes that somebody started find themselves on: this kind of machine, as often as there are nodes. The first one says what joins
+    them if it is assumed. Raises InputError."""
+    found = read_hardware("auto")
+    if nodes == 1 and found.device.kind == "cuda":
+        return found
+    here = Machine(nodes=nodes, gpus=processes_per_node, gpu=found.device.name)
+    if nodes == 1:
+        return read_hardware(here)
+    fabric = this_machines_fabric()
+    if fabric is None and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"nothing here says what joins the {nodes} nodes: {ASSUMED_FABRIC} assumed; `hardware` can say it\n")
+    return read_hardware(here.model_copy(update={"fabric": fabric or ASSUMED_FABRIC}))
 
 
 def _this_machine() -> Hardware:

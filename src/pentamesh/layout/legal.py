@@ -12,13 +12,12 @@ from pentamesh.job.division import uneven_batch, uneven_sequence
 from pentamesh.job.job import Batch
 from pentamesh.layout.mesh import DATA_AXES, Layout
 from pentamesh.layout.split import split
-from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 
 __all__ = ["grad_accum", "problems"]
 
-_LAYER = re.compile(r"(?<=layers\.)\d+")
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ def _tensor(asked: _Asked) -> Iterator[Problem]:
         return
     works = _listed(_divisors(math.gcd(model.num_heads, model.num_kv_heads)))
     for dim, units in (("heads", model.num_heads), ("kv_heads", model.num_kv_heads)):
-        if units % tp:
-            yield Problem(f"tensor = {tp} does not divide {dim} = {units}", f"layout.tensor    {_first(asked, dim)}", f"use tensor = {works}")
+        if units % tp and (first := _first(asked, dim)):
+            yield Problem(f"tensor = {tp} does not divide {dim} = {units}", f"layout.tensor    {first}", f"use tensor = {works}")
     for dim, units in (("vocab", model.vocab), ("ffn", model.ffn)):
         # Other dims may be cut unevenly, but a module computes with something.
         if -(-units // tp) * (tp - 1) >= units:
@@ -101,6 +100,9 @@ def _sequence(asked: _Asked) -> Iterator[Problem]:
     cutting = mesh.tp if layout.sequence_parallel else 1
     if found := uneven_sequence(asked.batch.seq_len, mesh.cp, cutting, ring=layout.context == "ring"):
         yield Problem(found.what, "batch.seq_len", found.hint)
+    if asked.model.learns_positions and asked.batch.seq_len > asked.model.max_positions:
+        what = f"seq_len = {asked.batch.seq_len} is beyond the {asked.model.max_positions} positions that {asked.model.name} has a table of"
+        yield Problem(what, "batch.seq_len", f"use seq_len = {asked.model.max_positions} or less")
     windows = [window for window in asked.model.windows if window is not None and window < asked.batch.seq_len]
     if layout.sequence_parallel and windows:
         yield Problem(
@@ -111,7 +113,7 @@ def _sequence(asked: _Asked) -> Iterator[Problem]:
     if mesh.cp > 1 and layout.context == "ulysses" and asked.model.family != "generic" and asked.model.num_kv_heads % (mesh.cp * mesh.tp):
         yield Problem(
             f"context x tensor = {mesh.cp * mesh.tp} does not divide kv_heads = {asked.model.num_kv_heads}, over which Ulysses exchanges",
-            f"layout.context    {_first(asked, 'kv_heads')}",
+            f"layout.context    {_first(asked, 'kv_heads') or _first(asked, 'heads')}",
             "use ring attention, or a smaller degree",
         )
 
@@ -126,9 +128,9 @@ _RULES = (_described, _tensor, _pipeline, _experts, _sequence, _batch)
 
 
 def _first(asked: _Asked, dim: str) -> str:
-    """The first tensor with `dim`, as it is stored when nothing but the data axes cut it; its layer written `*`."""
-    tensor: TensorSpec = next(t for t in asked.model.tensors if any(d.name == dim for d in t.dims))
-    return _LAYER.sub("*", str(split(tensor, Role.WEIGHT, Layout())))
+    """The first tensor with `dim`, as it is stored when nothing but the data axes cut it, its layer written `*`; "" where none has it."""
+    tensor = next((t for t in asked.model.tensors if any(d.name == dim for d in t.dims)), None)
+    return _LAYER.sub("*", str(split(tensor, Role.WEIGHT, Layout())), count=1) if tensor else ""
 
 
 def _divisors(number: int) -> Iterator[int]:

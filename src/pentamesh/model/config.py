@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pentamesh.errors import InputError, Problem
-from pentamesh.model.families import FAMILIES
+from pentamesh.model.families import FAMILIES, gpt2
 
 __all__ = ["BUILT_AS", "as_built", "canonical", "check", "parse_config", "read_config"]
 
@@ -38,6 +38,10 @@ ACTIVATIONS = (
 )
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+# GPT-2 has a table of positions and may leave out the width of its MLP; it has no key heads or head size of their own.
+GPT2_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+GPT2_OPTIONAL_SIZES = ("intermediate_size",)
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
 # What a missing key means to transformers 5 where that is not "as many as the query heads". Source: configuration_{mistral,qwen2,qwen3}.py.
 DEFAULTS: dict[str, dict[str, int]] = {
@@ -134,31 +138,43 @@ def _faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         method = quantized.get("quant_method", "some method") if isinstance(quantized, dict) else quantized
         yield "quantization_config", f"the weights are stored quantised ({method})", "give the model that it was made from"
     yield from _spellings(config)
-    sizes = {key: config.get(key) for key in SIZES}
-    optional = {key: config[key] for key in ("num_key_value_heads", "head_dim", "max_position_embeddings") if config.get(key) is not None}
-    bad = set()
-    for key, value in (sizes | optional).items():
-        if value is None or not _is_count(value):
-            bad.add(key)
-            said = f"{key} is missing" if value is None else f"{key} = {repr(value)[:40]} is not a whole number from 1 to {MAX_SIZE:,}"
-            yield key, said, "fetch the config.json again"
+    sizes = _sizes(config)
+    bad = {key: value for key, value in sizes.items() if not _is_count(value)}
+    for key, value in bad.items():
+        said = f"{key} is missing" if value is None else f"{key} = {repr(value)[:40]} is not a whole number from 1 to {MAX_SIZE:,}"
+        yield key, said, "fetch the config.json again"
     for key in FLAGS:
         if not isinstance(config.get(key), bool | None):
             yield key, f"{key} = {config[key]!r} is neither true nor false", "fetch the config.json again"
     yield from _numbers(config)
     if not bad:
-        yield from _inconsistent({**optional, **sizes})
+        yield from (_inconsistent_gpt2 if model_type == "gpt2" else _inconsistent)(sizes)
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes in the family's own spelling: those it needs, None where they are missing, and those it has beside them."""
+    if config["model_type"] != "gpt2":
+        return {key: config.get(key) for key in SIZES} | {key: config[key] for key in OPTIONAL_SIZES if config.get(key) is not None}
+    needed, optional = ([gpt2.SPELLING.get(key, key) for key in keys] for keys in (GPT2_SIZES, GPT2_OPTIONAL_SIZES))
+    return {key: config.get(key) for key in needed} | {key: config[key] for key in optional if config.get(key) is not None}
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """What transformers would compute with, or look up, only once the modules are built."""
     rope = _rope(config)
-    reals = {"rms_norm_eps": config.get("rms_norm_eps"), "initializer_range": config.get("initializer_range")}
+    reals = {key: config.get(key) for key in ("rms_norm_eps", "layer_norm_epsilon", "initializer_range")}
     for key, value in (reals | {"rope_theta": rope.get("rope_theta"), "rope factor": rope.get("factor")}).items():
         real = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
         if value is not None and not real:
             yield key, f"{key} = {value!r} is not a number above 0", "fetch the config.json again"
-    for key, value, known in (("hidden_act", config.get("hidden_act"), ACTIVATIONS), ("rope_type", rope.get("rope_type"), ROPE_TYPES)):
+    for key in gpt2.DROPOUT:
+        share = config.get(key, 0)
+        if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
+            yield key, f"{key} = {share!r} is no share of activations", "a share lies between 0 and 1"
+    if config.get("add_cross_attention"):
+        yield "add_cross_attention", "this is a decoder that attends to an encoder's output too", "give a model of text alone"
+    words = [(key, config.get(key), ACTIVATIONS) for key in ("hidden_act", "activation_function")]
+    for key, value, known in (*words, ("rope_type", rope.get("rope_type"), ROPE_TYPES)):
         if value is not None and value not in known:
             yield key, f"{key} = {value!r} is not one that is known", f"known are {', '.join(known)}"
 
@@ -187,8 +203,18 @@ def _inconsistent(size: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "hidden_size", what, "add head_dim, or mend the sizes"
     elif (head_dim := size.get("head_dim", hidden // heads)) % 2:
         yield "head_dim", f"head_dim = {head_dim} is odd, and rotary positions turn pairs", "use an even head_dim"
-    if size["num_hidden_layers"] > MAX_LAYERS:
-        yield "num_hidden_layers", f"num_hidden_layers = {size['num_hidden_layers']} is more than {MAX_LAYERS:,}", "mend the number of layers"
+    yield from _deep("num_hidden_layers", size)
+
+
+def _inconsistent_gpt2(size: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    if size["n_embd"] % size["n_head"]:
+        yield "n_embd", f"n_embd = {size['n_embd']} is not a multiple of n_head = {size['n_head']}", "mend the sizes"
+    yield from _deep("n_layer", size)
+
+
+def _deep(key: str, size: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    if size[key] > MAX_LAYERS:
+        yield key, f"{key} = {size[key]} is more than {MAX_LAYERS:,}", "mend the number of layers"
 
 
 def _spellings(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -56,6 +56,7 @@ class TensorSpec:
     unit       the module that is gathered as one (`model.layers.3`), or "" for what belongs to the root
     tied_to    the name of the parameter that this one *is*, when two names share one tensor
     met        of how many copies (experts) in it a token meets how many: (k, E); (0, 1) for what a token of text never meets
+    spread     standard deviation of its random initial values, as a share of the model's
     """
 
     name: str
@@ -66,6 +67,7 @@ class TensorSpec:
     tied_to: str | None = None
     file_names: tuple[str, ...] = field(default=())
     met: tuple[int, int] = (1, 1)
+    spread: float = 1.0
 
     def __hash__(self) -> int:
         """Of what tells tensors apart at a glance: hashing every dim would take longer than what is remembered under it."""

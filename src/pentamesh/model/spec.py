@@ -83,7 +83,13 @@ class ModelSpec:
     @cached_property
     def block(self) -> tuple[TensorSpec, ...]:
         """The parameters of the first block; all blocks of a dense family are alike."""
-        return self.units.get("model.layers.0", ())
+        first = next((t.unit for t in self.tensors if t.unit), None)
+        return self.units[first] if first else ()
+
+    @cached_property
+    def learns_positions(self) -> bool:
+        """Whether each position is looked up in a table, beyond whose end there is none."""
+        return any(t.kind == "lookup" and t.dims[0].name == "positions" for t in self.tensors)
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:

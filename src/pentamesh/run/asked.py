@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pentamesh.errors import InputError
-from pentamesh.job.hardware import Hardware, read_hardware
-from pentamesh.job.job import Job, Machine
-from pentamesh.job.machine import this_machines_fabric
+from pentamesh.job.hardware import Hardware, read_hardware, started_hardware
+from pentamesh.job.job import Job
 from pentamesh.job.read import check_trainable, is_hub_data, read_job, resolve
+from pentamesh.layout.split import split
 from pentamesh.model.families import generic
 from pentamesh.model.read import read_model, resolved
+from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.plan import Plan
@@ -23,9 +23,6 @@ from pentamesh.run.compiled import check_compiler
 from pentamesh.run.world import environment
 
 __all__ = ["Asked", "located", "planned", "read_asked"]
-
-# What joins nodes where nothing on this machine says it: a rate that is seldom too high.
-ASSUMED_FABRIC = "100gbps"
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,10 @@ def planned(asked: Asked) -> Plan:
         check_compiler(asked.where)
     model, here = _model(asked), located(job, asked.base, asked.name)
     if asked.plan is None:
-        return make_plan(here, model, _hardware(job), data_only=True, overrides=dict(asked.overrides))
-    _check_runnable(asked.plan, asked.where)
+        plan = make_plan(here, model, _hardware(job), data_only=True, overrides=dict(asked.overrides))
+        _check_runnable(plan, model, asked.where)
+        return plan
+    _check_runnable(asked.plan, model, asked.where)
     hint = "plan it again, or put the model back as it was"
     check_model(asked.plan.model, model_facts(model), f"{job.model.name}, the model of {asked.where}", hint)
     return replace(asked.plan, job=here)
@@ -99,23 +98,21 @@ def _model(asked: Asked) -> ModelSpec:
     return model
 
 
-def _check_runnable(plan: Plan, where: str) -> None:
+def _check_runnable(plan: Plan, model: ModelSpec, where: str) -> None:
     """Raises InputError for a layout that is planned but not trained yet."""
     if plan.layout.mesh.degree("pp", "cp", "ep") > 1:
         hint = "data and tensor are: make the other degrees 1"
         raise InputError(f"{plan.layout.mesh} is planned but not trained yet", where=where, hint=hint)
+    # A tensor that is fused of several is cut within each, which no DTensor placement says, and a checkpoint keeps parts by their placements.
+    fused = [held for t in model.parameters if (held := split(t, Role.STATE, plan.layout)).placements() is None]
+    if fused:
+        what = f"tensor = {plan.layout.mesh.tp} cuts {fused[0]} and {len(fused) - 1} more fused tensors: planned but not trained yet"
+        raise InputError(what, where=f"{where} layout.tensor", hint="the data axes train this model: use tensor = 1")
 
 
 def _hardware(job: Job) -> Hardware:
     """The job's hardware; `auto` among the processes that torchrun or srun started is this kind of machine, as often as there are nodes."""
-    found = read_hardware(job.hardware)
     size, nodes = environment("WORLD_SIZE", 0), environment("GROUP_WORLD_SIZE", 1)
-    if job.hardware != "auto" or not size or (nodes == 1 and found.device.kind == "cuda"):
-        return found
-    here = Machine(nodes=nodes, gpus=environment("LOCAL_WORLD_SIZE", size // nodes), gpu=found.device.name)
-    if nodes == 1:
-        return read_hardware(here)
-    fabric = this_machines_fabric()
-    if fabric is None:
-        print(f"nothing here says what joins the {nodes} nodes: {ASSUMED_FABRIC} assumed; `hardware` can say it", file=sys.stderr)  # noqa: T201
-    return read_hardware(here.model_copy(update={"fabric": fabric or ASSUMED_FABRIC}))
+    if job.hardware != "auto" or not size:
+        return read_hardware(job.hardware)
+    return started_hardware(nodes, environment("LOCAL_WORLD_SIZE", size // nodes))

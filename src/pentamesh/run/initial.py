@@ -28,7 +28,8 @@ def initial(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """The random initial values of what `rank` holds of `tensor`: normal(0, std) for matrices, ones for scales, zeros for biases.
+    """The random initial values of what `rank` holds of `tensor`: normal(0, std) for matrices (narrower by
+    a tensor's `spread`), ones for scales, zeros for biases.
 
     Drawn in float32 (float64 when `dtype` is that), then cast. The embedding of a padding token is drawn like any other.
 
@@ -48,7 +49,7 @@ def initial(
 def _draw(local: torch.Tensor, tensor: TensorSpec, box: Box, seed: int, std: float) -> None:
     """Fill the place of `box` in `local` from the tiles that it meets."""
     for tile in _tiles(tensor.shape, box):
-        values = _tile(tensor, tile, seed, std, local.dtype)
+        values = _tile(tensor, tile, seed, std * tensor.spread, local.dtype)
         inner = [_common(low, length, at, size) for low, length, at, size in zip(*tile, box.offset, box.size, strict=True)]
         source = tuple(slice(low - start, high - start) for (low, high), start in zip(inner, tile[0], strict=True))
         shift = [to - at for to, at in zip(box.local_offset, box.offset, strict=True)]

@@ -8,7 +8,6 @@ Every flag sets one key of the job, or is refused with the reason. What is not s
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,19 +17,9 @@ from pentamesh.job.hardware import read_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.read import job_from_flags
 from pentamesh.job.written import read_value
+from pentamesh.translate.flags import Flag, Setting, declare, given_value, settings, started
 
 __all__ = ["Defaults", "Start", "read_flags"]
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One flag: the key of the job that it sets, and to what when it takes no value."""
-
-    name: str
-    key: str
-    help: str
-    sets: Any = None
-    metavar: str | None = None
 
 
 FLAGS = (
@@ -96,8 +85,8 @@ def read_flags(argv: Sequence[str], defaults: Defaults, description: str) -> Sta
     `--grad-accum` counts micro-batches a device, so that the global batch is batch-size x grad-accum x devices.
     """
     given = _parser(description).parse_args(argv)
-    nodes, world = _started() or _devices(_value_of(given, "--hardware"))
-    own = defaults.keys if _value_of(given, "--model") else {**defaults.keys, **defaults.without_model}
+    nodes, world = started() or _devices(given_value(given, "--hardware"))
+    own = defaults.keys if given_value(given, "--model") else {**defaults.keys, **defaults.without_model}
     if problems := list(_clashes(given, nodes, own)):
         raise InputError(*problems)
     said = [*_set_by(given), *_batch(given, world), *_strategy(given, defaults, nodes)]
@@ -110,9 +99,7 @@ def read_flags(argv: Sequence[str], defaults: Defaults, description: str) -> Sta
 
 def _parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag in FLAGS:
-        kind: dict[str, Any] = {"metavar": flag.metavar} if flag.sets is None else {"action": "store_true", "default": None}
-        parser.add_argument(flag.name, dest=flag.name, help=f"{flag.help} ({flag.key})", **kind)
+    declare(parser, FLAGS)
     parser.add_argument("--grad-accum", type=int, default=1, metavar="N", help="micro-batches a device and step (batch.global_batch)")
     parser.add_argument("--fsdp", choices=FSDP, help="strategy on the data axis (layout.shard); DDP without it")
     parser.add_argument("--fsdp-reshard-after-forward", action="store_true", help="free gathered parameters between forward and backward")
@@ -124,27 +111,17 @@ def _parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _started() -> tuple[int, int] | None:
-    """Nodes and processes, among those that torchrun or srun started."""
-    size, nodes = os.environ.get("WORLD_SIZE", ""), os.environ.get("GROUP_WORLD_SIZE", "1")
-    return (int(nodes), int(size)) if size.isdigit() and nodes.isdigit() else None
-
-
 def _devices(hardware: str | None) -> tuple[int, int]:
     """Nodes and devices of the hardware that a flag names, or of this machine."""
     found = read_hardware(hardware or "auto", "--hardware")
     return found.num_nodes, found.num_devices
 
 
-def _value_of(given: argparse.Namespace, flag: str) -> Any:
-    return getattr(given, flag)
-
-
 def _clashes(given: argparse.Namespace, nodes: int, own: Mapping[str, Any]) -> Iterator[Problem]:
     """What cannot be meant together, or is missing."""
-    if not _value_of(given, "--model") and "model.name" not in own:
+    if not given_value(given, "--model") and "model.name" not in own:
         yield Problem("there is no model to train", "--model", "give a folder, a hub id or a catalogue name")
-    precisions = [flag.name for flag in FLAGS if flag.key == "precision" and _value_of(given, flag.name)]
+    precisions = [flag.name for flag in FLAGS if flag.key == "precision" and given_value(given, flag.name)]
     if len(precisions) > 1:
         yield Problem(f"{' and '.join(precisions)} name two precisions", precisions[1], "keep one")
     if given.fsdp_reshard_after_forward and FSDP.get(given.fsdp) != "parameters":
@@ -157,11 +134,9 @@ def _clashes(given: argparse.Namespace, nodes: int, own: Mapping[str, Any]) -> I
         yield Problem(f"{given.grad_accum} micro-batches are no step", "--grad-accum", "use 1 or more")
 
 
-def _set_by(given: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
-    """(flag, key, value) of each flag that was given, and of each --set."""
-    for flag in FLAGS:
-        if (value := _value_of(given, flag.name)) is not None:
-            yield flag.name, flag.key, read_value(value, flag.name) if flag.sets is None else flag.sets
+def _set_by(given: argparse.Namespace) -> Iterator[Setting]:
+    """What each flag that was given sets, and each --set."""
+    yield from settings(given, FLAGS)
     for override in given.set:
         key, equals, value = override.partition("=")
         if not equals or not key.strip():
@@ -169,13 +144,13 @@ def _set_by(given: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
         yield f"--set {override}", key.strip(), read_value(value, f"--set {override}")
 
 
-def _batch(given: argparse.Namespace, world: int) -> Iterator[tuple[str, str, Any]]:
-    size = _value_of(given, "--batch-size") or "1"
+def _batch(given: argparse.Namespace, world: int) -> Iterator[Setting]:
+    size = given_value(given, "--batch-size") or "1"
     if str(size).isdigit():  # anything else is refused as batch.micro_batch
         yield "--batch-size x --grad-accum x devices", "batch.global_batch", int(size) * given.grad_accum * world
 
 
-def _strategy(given: argparse.Namespace, defaults: Defaults, nodes: int) -> Iterator[tuple[str, str, Any]]:
+def _strategy(given: argparse.Namespace, defaults: Defaults, nodes: int) -> Iterator[Setting]:
     chosen = given.fsdp or defaults.fsdp
     if chosen is not None:
         yield f"--fsdp {chosen}", "layout.shard", FSDP[chosen]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pentamesh.model.families import llama
+from pentamesh.model.families import gpt2, llama
 from pentamesh.model.spec import ModelSpec
 
 __all__ = ["FAMILIES", "describe"]
 
-FAMILIES: dict[str, Callable[[dict[str, Any], str], ModelSpec]] = dict.fromkeys(llama.VARIATIONS, llama.describe)
+FAMILIES: dict[str, Callable[[dict[str, Any], str], ModelSpec]] = dict.fromkeys(llama.VARIATIONS, llama.describe) | {"gpt2": gpt2.describe}
 
 
 def describe(config: dict[str, Any], name: str) -> ModelSpec | None:
