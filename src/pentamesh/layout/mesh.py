@@ -126,6 +126,14 @@ class Layout:
     sequence_parallel: bool = False
     context: Literal["ring", "gather", "ulysses"] = "ring"
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh, self.shard, self.sequence_parallel, self.context))
+
+    def __hash__(self) -> int:
+        """Computed once: what follows from a layout is remembered under it, thousands of times in a plan."""
+        return self._hash
+
     @property
     def strategy(self) -> str:
         """Name of the strategy: `ddp`, `zero1`, `zero2`, `full_shard`, `hybrid_shard`, or `multi_axis` beyond the data axes."""

@@ -7,6 +7,7 @@ lives. Under STORE, the data axes cut dim 0 (dim 1 of experts) of what the strat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pentamesh.layout.mesh import SHARD_AXES, Layout
 from pentamesh.model.dims import TensorSpec
@@ -54,6 +55,7 @@ SHARDED_KINDS: dict[str, tuple[Role, ...]] = {
 }
 
 
+@lru_cache(maxsize=2**12)
 def axes_of(dim: str, role: Role, layout: Layout) -> tuple[str, ...]:
     """The axes of degree above one that cut `dim` in `role`, outer to inner, before the data axes cut what is stored."""
     row = TABLE.get(dim, Row())
@@ -66,6 +68,7 @@ def axes_of(dim: str, role: Role, layout: Layout) -> tuple[str, ...]:
     return tuple(axes)
 
 
+@lru_cache(maxsize=2**14)
 def is_expert(tensor: TensorSpec) -> bool:
     """Whether `tensor` lives on the expert view of the mesh, where ep and edp stand for the ranks of dp_shard, cp and tp."""
     return any(dim.name == "experts" for dim in tensor.dims)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pentamesh.model.roles import Role
 
@@ -70,14 +71,14 @@ class TensorSpec:
     spread: float = 1.0
 
     def __hash__(self) -> int:
-        """Of what tells tensors apart at a glance: hashing every dim would take longer than what is remembered under it."""
-        return hash((self.name, len(self.dims)))
+        """Of the name, which tells the tensors of a model apart and is hashed already."""
+        return hash(self.name)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(d.size for d in self.dims)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 

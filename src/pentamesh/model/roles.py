@@ -15,6 +15,8 @@ class Role(Enum):
     ATTEND is an activation inside attention; CARRY is the residual stream between blocks.
     """
 
+    __hash__ = object.__hash__  # members are single: Enum's own, of their names, is written in Python
+
     WEIGHT = "weight"
     GRADIENT = "gradient"
     STATE = "state"
