@@ -96,7 +96,7 @@ def planned(model: ModelSpec, folder: Path, case: Case) -> Plan:
         hardware=f"{RANKS}xCPU",
         layout=LayoutRequest(shard=shard),
     )
-    return plan(job, model, read_hardware(job.hardware), data_only=True)
+    return plan(job, model, read_hardware(job.hardware), trained_only=True)
 
 
 def ours(case: Case, folder: Path, world_of: Callable[[Plan], World]) -> tuple[Step, Plan]:

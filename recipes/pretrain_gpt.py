@@ -16,12 +16,15 @@ from pentamesh.errors import DoesNotFit, InputError, PentameshError
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan
 from pentamesh.report.terminal import show_plan
+from pentamesh.run.slurm import adopt
 from pentamesh.translate.megatron import read_flags
 
 
 def main() -> int:
-    speaks = os.environ.get("RANK", "0") == "0"
+    speaks = True
     try:
+        adopt()
+        speaks = os.environ.get("RANK", "0") == "0"
         asked = read_flags(sys.argv[1:], __doc__ or "")
         found = plan(asked.job, asked.model, asked.hardware)
         if speaks:

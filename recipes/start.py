@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pentamesh.errors import PentameshError
+from pentamesh.run.slurm import adopt
 from pentamesh.translate.finetune import Defaults, Start, read_flags
 
 __all__ = ["main"]
@@ -15,8 +16,10 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str], defaults: Defaults, description: str, name: str) -> int:
     """Run what the flags ask for, or show its plan, and return the exit code. Errors are said once, by the first process."""
-    first = os.environ.get("RANK", "0") == "0"
+    first = True
     try:
+        adopt()
+        first = os.environ.get("RANK", "0") == "0"
         asked = read_flags(argv, defaults, description)
         return _show(asked, name) if asked.plan_only else _run(asked, name)
     except PentameshError as error:

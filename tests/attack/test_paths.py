@@ -63,7 +63,7 @@ def test_a_plan_is_the_same_by_every_name_of_its_model(tmp_path: Path) -> None:
     """`train plan.json` resolves the name, and still runs the plan that was made."""
     toy.rows(tmp_path / "rows.jsonl", 4)
     job, _ = read_job_text("model: llama-3.2-1b\ndata: {train: rows.jsonl}\ntraining: {steps: 1}\nhardware: 8xH100\n")
-    made = plan(job, read_model(job.model.name), read_hardware("8xH100"), data_only=True)
+    made = plan(job, read_model(job.model.name), read_hardware("8xH100"), trained_only=True)
     made.write(tmp_path / "plan.json")
     run = planned(read_asked(tmp_path / "plan.json", []))
     assert run.job.model.name == "meta-llama/Llama-3.2-1B"

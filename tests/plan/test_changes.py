@@ -40,12 +40,19 @@ def test_more_nodes_is_the_smallest_number() -> None:
 
 
 def test_a_shorter_sequence_where_states_fit() -> None:
-    batch = {"global_batch": 48, "seq_len": 65536}
-    found = planned("llama-3.1-8b", "8xRTX-5090", batch=batch)
+    batch, full = {"global_batch": 48, "seq_len": 65536}, {"shard": "parameters"}
+    found = planned("llama-3.1-8b", "8xRTX-5090", batch=batch, layout=full)
     assert found.verdict == "does_not_fit"
     shorter = int(change(found, "seq_len = ").removeprefix("seq_len = ").split(" ")[0])
-    assert planned("llama-3.1-8b", "8xRTX-5090", batch=batch | {"seq_len": shorter}).verdict != "does_not_fit"
-    assert planned("llama-3.1-8b", "8xRTX-5090", batch=batch | {"seq_len": 2 * shorter}).verdict == "does_not_fit"
+    assert planned("llama-3.1-8b", "8xRTX-5090", batch=batch | {"seq_len": shorter}, layout=full).verdict != "does_not_fit"
+    assert planned("llama-3.1-8b", "8xRTX-5090", batch=batch | {"seq_len": 2 * shorter}, layout=full).verdict == "does_not_fit"
+
+
+def test_tensor_parallel_where_data_alone_does_not_do() -> None:
+    """Sequences that no card holds the activations of are cut inside the node, if nobody has said how to shard."""
+    found = planned("llama-3.1-8b", "8xH100", batch={"global_batch": 8, "seq_len": 131072})
+    assert (found.verdict, found.strategy) == ("fits", "multi_axis")
+    assert found.layout.mesh.tp > 1
 
 
 def test_what_the_request_rules_out_comes_first() -> None:

@@ -115,7 +115,7 @@ def test_what_the_user_fixes_is_judged() -> None:
 
 def test_activations_wait_in_host_memory() -> None:
     """What it frees, costs and needs is said; nothing on a CPU, and no more than the host has."""
-    asked = {"batch": {"global_batch": 16, "seq_len": 32768}, "layout": {"activation_offload": True}}
+    asked = {"batch": {"global_batch": 16, "seq_len": 32768}, "layout": {"activation_offload": True, "shard": "parameters"}}
     found = planned("llama-3.1-8b", "8xH100", **asked)
     assert (found.policy.recompute, found.policy.offload) == ("full", True)
     assert any(r.startswith("inputs of blocks wait for backward in host memory: 8.59 GB a GPU, and 1.36 s a step") for r in found.reasons)

@@ -29,23 +29,26 @@ def counted(wanted: Trial) -> tuple[Outcome, int, int]:
 # Full and hybrid shard are compiled by the launch lines of tests/test_recipes.py, whose ledgers have to be as planned too.
 CASES = [
     trial("llama", "ddp", 2, 1, compile=True, recompute="selective"),
-    tensor_trial(TOYS["llama"], Mesh(tp=2), "parameters", True, grad_accum=1, compile=True, recompute="full"),
+    tensor_trial(TOYS["llama-untied"], Mesh(tp=2), "parameters", True, grad_accum=1, compile=True, recompute="full"),
 ]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES, ids=["ddp, selective", "tensor and sequence, recomputed"])
-def test_compiled_is_eager(case: Trial) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_compiled_is_eager(case: Trial, precision: str) -> None:
+    """In bf16 fused kernels round less often than eager ones: there only the graphs and what moves are held."""
     try:
         check_compiler("")
     except InputError as error:
         pytest.skip(f"nothing to compile with: {error.problems[0].what}")
-    wanted = replace(case, precision="fp32", global_batch=case.policy.micro_batch * case.layout.mesh.degree(*DATA_AXES))
+    wanted = replace(case, precision=precision, global_batch=case.policy.micro_batch * case.layout.mesh.degree(*DATA_AXES))
     found, graphs, breaks = run_world(counted, 2, wanted, timeout_s=500)[0]
     eager = run_world(outcome, 2, replace(wanted, policy=replace(wanted.policy, compile=False)))[0]
     worst = errors(found, eager)
-    assert worst["loss"] < 1e-5, worst
-    assert worst["first_gradient"] < 1e-5, worst
+    if precision == "fp32":
+        assert worst["loss"] < 1e-5, worst
+        assert worst["first_gradient"] < 1e-5, worst
     assert (graphs, breaks) == (1, 0), "three blocks, three lengths"
     assert not differences(predicted_ledger(wanted, found.lengths), found.ledger)
 

@@ -147,7 +147,7 @@ class _Rank:
     @property
     def _stand(self) -> bool:
         """Whether gradients that the optimizer reads stand before the last backward: in DDP's buckets, or because micro-batches add to them."""
-        in_buckets = not self._layout.cuts_state and self._layout.mesh.num_ranks > 1
+        in_buckets = not self._layout.cuts_state and self._layout.mesh.dp_replicate > 1
         return in_buckets or (self.policy.grad_accum > 1 and not self._unreduced_wait)
 
     @property

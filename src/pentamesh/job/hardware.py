@@ -106,15 +106,17 @@ def started_hardware(nodes: int, processes_per_node: int) -> Hardware:
     """What processes that somebody started find themselves on: this kind of machine, as often as there are nodes. The first one says what joins
     them if it is assumed. Raises InputError."""
     found = read_hardware("auto")
-    if nodes == 1 and found.device.kind == "cuda":
-        return found
-    here = Machine(nodes=nodes, gpus=processes_per_node, gpu=found.device.name)
+    if found.device.kind == "cpu":
+        node = read_hardware(f"{processes_per_node}xCPU")
+    else:  # as the driver reports it
+        node = replace(found, devices_per_node=processes_per_node, intra=intra_link(found.device, processes_per_node))
     if nodes == 1:
-        return read_hardware(here)
+        return node
     fabric = this_machines_fabric()
     if fabric is None and os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"nothing here says what joins the {nodes} nodes: {ASSUMED_FABRIC} assumed; `hardware` can say it\n")
-    return read_hardware(here.model_copy(update={"fabric": fabric or ASSUMED_FABRIC}))
+    inter, nics, notes = _fabric(Machine(nodes=nodes, gpus=processes_per_node, gpu=found.device.name, fabric=fabric or ASSUMED_FABRIC))
+    return replace(node, num_nodes=nodes, inter=inter, nics_per_node=nics, notes=(*node.notes, *notes))
 
 
 def _this_machine() -> Hardware:

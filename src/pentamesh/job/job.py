@@ -126,8 +126,10 @@ class LayoutRequest(Section):
     replicate: Count | None = Field(
         default=None, ge=1, description="Copies of the model on the data axis; above 1 with `shard: parameters` it is hybrid shard."
     )
-    tensor: Count | None = Field(default=None, ge=1, description="Tensor-parallel degree. Chosen when not given.")
-    pipeline: Count | None = Field(default=None, ge=1, description="Pipeline-parallel degree. Chosen when not given.")
+    tensor: Count | None = Field(
+        default=None, ge=1, description="Tensor-parallel degree. Chosen when not given, for pre-training or where the data axis alone does not fit."
+    )
+    pipeline: Count | None = Field(default=None, ge=1, description="Pipeline-parallel degree. Chosen by `plan` when not given, as tensor is.")
     context: Count | None = Field(default=None, ge=1, description="Context-parallel degree. 1 when not given.")
     expert: Count | None = Field(default=None, ge=1, description="Expert-parallel degree. 1 when not given.")
     sequence_parallel: bool = Field(default=False, description="Cut the residual stream over the tensor axis.")

@@ -62,7 +62,7 @@ def _tensor(asked: _Asked) -> Iterator[Problem]:
         # Other dims may be cut unevenly, but a module computes with something.
         if -(-units // tp) * (tp - 1) >= units:
             what = f"tensor = {tp} leaves the last rank nothing of {dim} = {units}"
-            yield Problem(what, f"layout.tensor    {_first(asked, dim)}", f"use tensor = {works}")
+            yield Problem(what, f"layout.tensor    {_first(asked, dim)}", "use a smaller degree")
 
 
 def _pipeline(asked: _Asked) -> Iterator[Problem]:

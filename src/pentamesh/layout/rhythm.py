@@ -136,18 +136,13 @@ def buckets(model: ModelSpec, layout: Layout, itemsize: int, rank: int = 0) -> l
     """
     found: list[list[TensorSpec]] = [[]]
     size = 0
-    for tensor in reversed(_by_readiness(model)):
+    for tensor in reversed(model.parameters):  # in forward order, the embedding first even when it is also the head
         found[-1].append(tensor)
         size += math.prod(split(tensor, Role.USE, layout).local_shape(rank)) * itemsize
         if size >= DDP_BUCKET_BYTES:
             found.append([])
             size = 0
     return [bucket for bucket in found if bucket]
-
-
-def _by_readiness(model: ModelSpec) -> list[TensorSpec]:
-    """Parameters such that their gradients are ready in reverse order: forward order, the embedding first even when it is also the head."""
-    return list(model.parameters)
 
 
 # Activations: tensor, context, pipeline and expert parallel.
@@ -259,6 +254,8 @@ def _bookkeeping(model: ModelSpec, layout: Layout) -> Iterator[Crossing]:
 
 def partial_sums(counted: Iterable[tuple[TensorSpec, int]], layout: Layout, precision: Precision) -> Iterator[Crossing]:
     """The sum, once a step and in one buffer, of the gradients of which each tensor rank has a part; `counted` are tensors and how many of each."""
+    if layout.mesh.tp == 1:
+        return
     numel = sum(count * split(t, Role.STATE, layout).max_local_numel for t, count in counted if "tp" in partial_axes(t, layout))
     if numel:
         yield Crossing("step", Move("all_reduce", ("tp",), layout.mesh.tp, numel * ITEMSIZE[precision.gradient]), 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,11 +18,11 @@ from pentamesh.model.spec import ModelSpec
 __all__ = ["described", "layouts", "policies"]
 
 
-def layouts(job: Job, model: ModelSpec, hardware: Hardware, *, data_only: bool = False) -> list[Layout]:
-    """Every legal layout of the request, simplest first; `data_only` leaves the other axes at what was given. Raises InputError with all problems
-    when there is none."""
+def layouts(job: Job, model: ModelSpec, hardware: Hardware, axes: Sequence[str] = ()) -> list[Layout]:
+    """Every legal layout of the request, simplest first; beside data, degrees are tried of those `axes` that it leaves open. Raises InputError with
+    all problems when there is none."""
     found, refused = [], []
-    for degrees in _degrees(job, hardware, data_only=data_only):
+    for degrees in _degrees(job, hardware, axes):
         for layout in _meshes(degrees, hardware):
             wrong = problems(model, layout, job.batch)
             refused += wrong if degrees == _given(job.layout) else []
@@ -69,7 +69,7 @@ def _given(asked: LayoutRequest) -> LayoutRequest:
     return asked.model_copy(update=degrees)
 
 
-def _degrees(job: Job, hardware: Hardware, *, data_only: bool) -> Iterator[LayoutRequest]:
+def _degrees(job: Job, hardware: Hardware, axes: Sequence[str]) -> Iterator[LayoutRequest]:
     """The request with its degrees filled in: the data axes alone first, then tensor inside a node and pipeline, where they were left open.
 
     With them goes what makes them worth their while: sequence parallel, and an optimizer cut over the data axis (full shard under tensor alone).
@@ -77,10 +77,12 @@ def _degrees(job: Job, hardware: Hardware, *, data_only: bool) -> Iterator[Layou
     asked, alone = job.layout, _given(job.layout)
     yield alone
     fixed = asked.data is not None or asked.replicate is not None or (asked.shard != "auto" and not asked.tensor and not asked.pipeline)
-    if data_only or fixed or job.method not in ("full", "pretrain"):
+    # Whoever forbids recomputing is told that it would do, before more axes are tried.
+    fixed = fixed or (asked.activation_checkpointing == "none" and job.method != "pretrain")
+    if not axes or fixed or job.method not in ("full", "pretrain"):
         return
-    tensors = [asked.tensor] if asked.tensor else _powers_of_two(hardware.devices_per_node)
-    pipelines = [asked.pipeline] if asked.pipeline else _powers_of_two(min(hardware.num_devices, 16))
+    most = {"tensor": hardware.devices_per_node, "pipeline": min(hardware.num_devices, 16)}
+    tensors, pipelines = ([getattr(asked, axis)] if getattr(asked, axis) else _powers_of_two(most[axis] if axis in axes else 1) for axis in most)
     for tensor, pipeline in itertools.product(tensors, pipelines):
         degrees = {"tensor": tensor, "pipeline": pipeline, "sequence_parallel": asked.sequence_parallel or tensor > 1}
         used = tensor * pipeline * (alone.context or 1)

@@ -56,7 +56,7 @@ class _Asked:
         job = job.model_copy(update={"batch": rounded})
         best: Verdict = "does_not_fit"
         try:
-            candidates = layouts(job, self.model, hardware, data_only=True)
+            candidates = layouts(job, self.model, hardware)
         except InputError:
             return best
         for layout in reversed(candidates):  # what is cut most comes last, and fits first

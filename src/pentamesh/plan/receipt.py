@@ -47,7 +47,7 @@ def receipt(plan: Plan, measured: Measured) -> dict[str, Any]:
         "tokens_per_step": _part(batch.global_batch * batch.seq_len, sum(tokens) / len(tokens) if tokens else None),
         "step_s": _part(plan.time.step_s.expected, step_s),
         "tokens_per_s": _part(plan.tokens_per_s, tokens_per_s),
-        "peak_bytes": _part(plan.memory.peak_bytes.expected, measured.peak_bytes),
+        "peak_bytes": _part(_allocated(plan), measured.peak_bytes),
         "states_bytes": _part(plan.memory.states_bytes, measured.states_bytes),
         "wire_bytes_per_rank": _part(sum(row.wire_bytes for row in measured.predicted_ledger), wire),
     }
@@ -66,6 +66,12 @@ def receipt(plan: Plan, measured: Measured) -> dict[str, Any]:
         "rss_peak_bytes": measured.rss_peak_bytes,
         "loss": {"first": measured.first_loss, "last": measured.last_loss},
     }
+
+
+def _allocated(plan: Plan) -> float:
+    """The planned peak of what tensors take, which is what torch's allocator measures: without the framework's own and what lies unused."""
+    parts = plan.memory.parts_bytes
+    return plan.memory.peak_bytes.expected - parts["framework"] - parts["allocator"]
 
 
 def _part(predicted: float, measured: float | None) -> dict[str, float | None]:

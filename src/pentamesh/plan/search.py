@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pentamesh.cost.holding import Holding
 from pentamesh.cost.predict import Prediction, predict
@@ -35,21 +35,20 @@ def plan(
     model: ModelSpec,
     hardware: Hardware,
     *,
-    data_only: bool = False,
+    trained_only: bool = False,
     overrides: dict[str, str] | None = None,
     parent: str | None = None,
 ) -> Plan:
     """The judged and chosen layout of `job`; what the request fixes is judged as it is, the rest is chosen.
 
-    `data_only` chooses among the data axes, which are what is trained so far. When nothing fits, the plan is the best attempt, with the changes
-    that would fit.
+    `trained_only` chooses among what is trained so far: the data axes and tensor, the latter for models without fused tensors. When nothing fits, the
+    plan is the best attempt, with the changes that would fit.
     Raises InputError when the request cannot be laid out at all.
     """
-    found = list(judged(job, model, hardware, data_only=True))
-    # More axes are machinery: they are judged where pre-training may want them, or where the data axes of several nodes do not do.
-    too_small = hardware.num_nodes > 1 and all(p.verdict == "does_not_fit" for p in found)
-    if not data_only and (job.method == "pretrain" or too_small):
-        found = list(judged(job, model, hardware))
+    found = list(judged(job, model, hardware))
+    # More axes are machinery: they are judged where pre-training may want them, or where the data axes do not do.
+    if job.method == "pretrain" or all(p.verdict == "does_not_fit" for p in found):
+        found = list(judged(job, model, hardware, _axes(model, trained_only=trained_only)))
     chosen = _choose(found)
     fits = chosen.verdict != "does_not_fit"
     return Plan(
@@ -74,10 +73,17 @@ def plan(
     )
 
 
-def judged(job: Job, model: ModelSpec, hardware: Hardware, *, data_only: bool = False, lean: bool = False) -> Iterator[Prediction]:
-    """Every candidate of the request, judged."""
+def _axes(model: ModelSpec, *, trained_only: bool) -> tuple[str, ...]:
+    """The axes beside data whose degrees are open where the request leaves them so."""
+    if not trained_only:
+        return ("tensor", "pipeline")
+    return () if any(dim.parts for tensor in model.block for dim in tensor.dims) else ("tensor",)
+
+
+def judged(job: Job, model: ModelSpec, hardware: Hardware, axes: Sequence[str] = (), *, lean: bool = False) -> Iterator[Prediction]:
+    """Every candidate of the request, judged: of the data axes, and of `axes` where it leaves their degrees open."""
     precision = PRECISIONS[job.precision]
-    for layout in layouts(job, model, hardware, data_only=data_only):
+    for layout in layouts(job, model, hardware, axes):
         held = Holding(model, layout, job.method)
         for policy in policies(layout, job, lean=lean):
             yield predict(held, policy, precision, job.batch, hardware)

@@ -65,7 +65,7 @@ def planned(asked: Asked) -> Plan:
         check_compiler(asked.where)
     model, here = _model(asked), located(job, asked.base, asked.name)
     if asked.plan is None:
-        plan = make_plan(here, model, _hardware(job), data_only=True, overrides=dict(asked.overrides))
+        plan = make_plan(here, model, _hardware(job), trained_only=True, overrides=dict(asked.overrides))
         _check_runnable(plan, model, asked.where)
         return plan
     _check_runnable(asked.plan, model, asked.where)

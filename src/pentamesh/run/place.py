@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from types import MethodType
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -33,6 +31,7 @@ from pentamesh.model.spec import ModelSpec
 from pentamesh.run.compiled import compile_blocks
 from pentamesh.run.loss import logits
 from pentamesh.run.recompute import recompute
+from pentamesh.run.shown import Getter, cast_to, show
 from pentamesh.run.tensor import ATTENTION, cross_borders, cut
 from pentamesh.run.world import World
 
@@ -80,13 +79,13 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
         compile_blocks(built, model)
     if layout.cuts_state:
         _fully_shard(built, model, policy, precision, world)
-    elif precision.compute != precision.weight:
-        _cast_while_used(built, torch_dtype(precision.compute))
-    if layout.mesh.tp > 1:
-        cross_borders(built, model, layout, world)
     _materialise(built, model, world)
     together("reading weights", lambda: _fill(built, model, layout, world, torch_dtype(precision.weight), fill))
     check(built, model, layout, precision, world)
+    if not layout.cuts_state and precision.compute != precision.weight:
+        _show_casts(built, torch_dtype(precision.compute))
+    if layout.mesh.tp > 1:
+        cross_borders(built, model, layout, world)
     return built if layout.cuts_state or layout.mesh.dp_replicate == 1 else _replicate(built, policy, world)
 
 
@@ -110,33 +109,26 @@ def _fully_shard(built: nn.Module, model: ModelSpec, policy: Policy, precision: 
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _cast_while_used(built: nn.Module, dtype: torch.dtype) -> None:
+def _show_casts(built: nn.Module, dtype: torch.dtype) -> None:
     """Let every module compute with `dtype` copies of its parameters, as sharded blocks do; the parameters themselves stay masters.
 
-    An instance attribute hides the registered parameter of the same name while the module's forward runs. Tied modules share one copy over
-    the whole forward, so that the two parts of its gradient are summed before they reach the master, as sharding does it. All modules share one
-    function; hooks have numbers of their own, for which torch.compile would make a graph of every block.
+    Tied modules share one copy over the whole forward, so that the two parts of its gradient are summed before they reach the master, as
+    sharding does it.
     """
     copies: dict[str, torch.Tensor] = {}
 
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        parameters = module._parameters.items()
-        for name, parameter in parameters:
-            if parameter is None or name in module.__dict__:  # absent, or hidden at a border of tensor parallel
-                continue
-            shared = copies.get(getattr(parameter, TIED, ""))
-            module.__dict__[name] = parameter.to(dtype) if shared is None else shared
-            if shared is None and hasattr(parameter, TIED):
-                copies[getattr(parameter, TIED)] = module.__dict__[name]
-        try:
-            return type(module).forward(module, *args, **kwargs)
-        finally:
-            for name, _ in parameters:
-                module.__dict__.pop(name, None)
+    def shared(name: str, owner: str) -> Getter:
+        def getter(module: nn.Module) -> torch.Tensor:
+            if owner not in copies:
+                copies[owner] = cast_to(name, dtype)(module)
+            return copies[owner]
+
+        return getter
 
     for module in built.modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            module.forward = MethodType(forward, module)
+        for name, parameter in module.named_parameters(recurse=False):
+            owner = getattr(parameter, TIED, None)
+            show(module, **{name: cast_to(name, dtype) if owner is None else shared(name, owner)})
     built.register_forward_hook(lambda *_: copies.clear(), always_call=True)
 
 

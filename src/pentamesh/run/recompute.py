@@ -18,6 +18,7 @@ _aten = torch.ops.aten
 DEAR = [
     _aten.mm.default,
     _aten.addmm.default,
+    _aten._grouped_mm.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,

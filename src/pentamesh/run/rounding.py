@@ -55,9 +55,10 @@ def noise(words: torch.Tensor, by: Key) -> torch.Tensor:
 def round_to_bfloat16_(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """Round float32 `values` in place to numbers that bfloat16 holds exactly, by the low 16 of `bits`.
 
-    A float32 is a bfloat16 and 16 bits more: adding 16 random ones carries into it as often as those bits say.
+    A float32 is a bfloat16 and 16 bits more: adding 16 random ones carries into it as often as those bits say. What is not finite stays as it is:
+    the carry would make a number of it.
     """
     words = values.view(torch.int32)
-    words += bits & 0xFFFF
-    words &= ~0xFFFF
+    words += (bits & 0xFFFF) * values.isfinite()
+    words &= torch.where(values.isfinite(), ~0xFFFF, ~0)
     return values

@@ -9,6 +9,7 @@ back onto the stream. Sequence parallel cuts the stream itself between blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ def cross_borders(built: nn.Module, model: ModelSpec, layout: Layout, world: Wor
     for tensor in model.tensors:
         module = built.get_submodule(_module(tensor))
         if tensor.kind == "matmul" and _is_cut(tensor, 1, layout):
-            module.register_forward_pre_hook(_without_bias)
+            if module._parameters.get("bias") is not None:
+                module.forward = MethodType(_without_bias, module)
             module.register_forward_hook(borders.leave)
         elif tensor.kind == "lookup" and _is_cut(tensor, 0, layout):
             rows = _Rows(*split(tensor, Role.USE, layout).intervals(world.rank, 0)[0])
@@ -100,7 +102,6 @@ class _Borders:
     def leave(self, module: nn.Module, _args: object, output: torch.Tensor) -> torch.Tensor:
         moves = ("scatter", "gather") if self.sequence else ("sum", "copy")
         stream = _Cross.apply(output, *moves, self.group)
-        module.__dict__.pop("bias", None)
         bias = module._parameters.get("bias")
         return stream if bias is None else stream + bias.to(stream.dtype)
 
@@ -141,10 +142,9 @@ def _scatter(stream: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 _MOVES = {"copy": lambda stream, _group: stream.view_as(stream), "sum": _sum, "gather": _gather, "scatter": _scatter}
 
 
-def _without_bias(module: nn.Module, _args: object) -> None:
-    """Let a projection leave its partial sum without the bias, which belongs to the whole sum and is added there."""
-    if module._parameters.get("bias") is not None:
-        module.__dict__["bias"] = None
+def _without_bias(module: nn.Linear, stream: torch.Tensor) -> torch.Tensor:
+    """A projection's partial sum; the bias belongs to the whole sum, and is added there."""
+    return nn.functional.linear(stream, module.weight)
 
 
 @dataclass

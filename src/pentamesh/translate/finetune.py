@@ -8,6 +8,7 @@ Every flag sets one key of the job, or is refused with the reason. What is not s
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,14 +83,16 @@ def read_flags(argv: Sequence[str], defaults: Defaults, description: str) -> Sta
     """The job that a command line describes, for as many processes as were started, or as its hardware has devices. Raises InputError with every
     problem.
 
-    `--grad-accum` counts micro-batches a device, so that the global batch is batch-size x grad-accum x devices.
+    `--grad-accum` counts micro-batches a device, so that the global batch is batch-size x grad-accum x devices, once for those that share
+    sequences.
     """
     given = _parser(description).parse_args(argv)
     nodes, world = started() or _devices(given_value(given, "--hardware"))
     own = defaults.keys if given_value(given, "--model") else {**defaults.keys, **defaults.without_model}
     if problems := list(_clashes(given, nodes, own)):
         raise InputError(*problems)
-    said = [*_set_by(given), *_batch(given, world), *_strategy(given, defaults, nodes)]
+    said = [*_set_by(given), *_strategy(given, defaults, nodes)]
+    said += _batch(given, world // _ranks_of_one_batch(said))
     keys = {key for _, key, _ in said}
     assumed = [("default", key, value) for key, value in own.items() if key not in keys]
     if not keys & {"training.steps", "training.epochs"}:
@@ -144,10 +147,16 @@ def _set_by(given: argparse.Namespace) -> Iterator[Setting]:
         yield f"--set {override}", key.strip(), read_value(value, f"--set {override}")
 
 
-def _batch(given: argparse.Namespace, world: int) -> Iterator[Setting]:
+def _ranks_of_one_batch(said: Sequence[Setting]) -> int:
+    """How many devices work on the same sequences, by the degrees that were set."""
+    degrees = {key: value for _, key, value in said if key in ("layout.tensor", "layout.pipeline", "layout.context")}
+    return math.prod(degree for degree in degrees.values() if isinstance(degree, int) and degree > 0)
+
+
+def _batch(given: argparse.Namespace, data_ranks: int) -> Iterator[Setting]:
     size = given_value(given, "--batch-size") or "1"
     if str(size).isdigit():  # anything else is refused as batch.micro_batch
-        yield "--batch-size x --grad-accum x devices", "batch.global_batch", int(size) * given.grad_accum * world
+        yield "--batch-size x --grad-accum x data ranks", "batch.global_batch", int(size) * given.grad_accum * data_ranks
 
 
 def _strategy(given: argparse.Namespace, defaults: Defaults, nodes: int) -> Iterator[Setting]:

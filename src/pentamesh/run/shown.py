@@ -1,0 +1,37 @@
+"""Shown: what a module sees under the names of its parameters while it computes - casts of them.
+
+The module gets a class of its own with a property of that name, as torch's parametrizations do it. Nothing changes while it runs, so that blocks
+which are compiled or computed again see the same; and modules that are alike share a class, so that one graph serves them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Getter", "cast_to", "show"]
+
+Getter = Callable[[nn.Module], Any]
+
+
+def show(module: nn.Module, **getters: Getter) -> None:
+    """Let `module` see what the getters give; the registered parameters stay what they are."""
+    kind: Any = type(module)
+    base, known = getattr(kind, "_shown", (kind, {}))
+    module.__class__ = _class_of(base, tuple(sorted((known | getters).items())))
+
+
+@cache
+def cast_to(name: str, dtype: torch.dtype) -> Getter:
+    """A copy in `dtype` each time that it is asked for."""
+    return lambda module: module._parameters[name].to(dtype)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@cache
+def _class_of(base: type, getters: tuple[tuple[str, Getter], ...]) -> type:
+    properties: dict[str, Any] = {name: property(getter) for name, getter in getters}
+    return type(base.__name__, (base,), {"__module__": base.__module__, "_shown": (base, dict(getters)), **properties})
