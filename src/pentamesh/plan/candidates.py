@@ -105,11 +105,11 @@ def _meshes(asked: LayoutRequest, hardware: Hardware) -> Iterator[Layout]:
     """The layouts of a request whose degrees are filled in, before anyone asks whether the model allows them."""
     pipeline, context, tensor, expert = (getattr(asked, axis) or 1 for axis in ("pipeline", "context", "tensor", "expert"))
     data = _data_degree(asked, pipeline * context * tensor, hardware)
-    for shard in _shards(asked, data * context):
-        for copies in _copies(shard, asked, data, hardware):
-            # Experts need dp_shard, cp or tp to live on: where a strategy leaves none, it cannot carry them.
-            if (data // copies * context * tensor) % expert == 0 or asked.shard != "auto":
-                yield Layout(Mesh(pipeline, copies, data // copies, context, tensor, expert), shard, asked.sequence_parallel)
+    cuts: list[tuple[Shard, int]] = [(shard, copies) for shard in _shards(asked, data * context) for copies in _copies(shard, asked, data, hardware)]
+    # Experts need dp_shard, cp or tp to live on: strategies that leave none are passed over, and where all are, the mesh says why.
+    able = [(shard, copies) for shard, copies in cuts if (data // copies * context * tensor) % expert == 0]
+    for shard, copies in able or cuts[-1:]:
+        yield Layout(Mesh(pipeline, copies, data // copies, context, tensor, expert), shard, asked.sequence_parallel)
 
 
 def _data_degree(asked: LayoutRequest, others: int, hardware: Hardware) -> int:
@@ -129,10 +129,10 @@ def _data_degree(asked: LayoutRequest, others: int, hardware: Hardware) -> int:
 def _shards(asked: LayoutRequest, num_sharers: int) -> tuple[Shard, ...]:
     if asked.shard != "auto":
         return (asked.shard,)
+    if (asked.replicate or 1) > 1 or asked.reshard_after_forward != "auto":
+        return ("parameters",)
     if num_sharers == 1:
         return ("none",)
-    if (asked.replicate or 1) > 1:
-        return ("parameters",)
     return SHARDS
 
 
