@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from pentamesh.job.hardware import Hardware, read_hardware
 from pentamesh.job.job import Job, Machine
 from pentamesh.job.machine import this_machines_fabric
 from pentamesh.job.read import check_trainable, is_hub_data, read_job, resolve
+from pentamesh.job.started import started
 from pentamesh.model.families import generic
 from pentamesh.model.read import read_model, resolved
 from pentamesh.model.spec import ModelSpec
@@ -20,7 +22,6 @@ from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as make_plan
 from pentamesh.run.board import check_board
 from pentamesh.run.compiled import check_compiler
-from pentamesh.run.world import environment
 
 __all__ = ["Asked", "located", "planned", "read_asked"]
 
@@ -79,7 +80,7 @@ def located(job: Job, base: Path, name: str) -> Job:
     """The job with its paths made absolute and its model's name resolved: they are relative to `base`, and ranks may stand elsewhere."""
 
     def absolute(path: str) -> str:
-        return str(resolve(path, base).resolve())
+        return os.path.realpath(resolve(path, base))
 
     data = {"train": job.data.train, "held_out": job.data.held_out}
     found = {key: absolute(rows) if isinstance(rows, str) and not is_hub_data(rows, base) else rows for key, rows in data.items()}
@@ -109,10 +110,10 @@ def _check_runnable(plan: Plan, where: str) -> None:
 def _hardware(job: Job) -> Hardware:
     """The job's hardware; `auto` among the processes that torchrun or srun started is this kind of machine, as often as there are nodes."""
     found = read_hardware(job.hardware)
-    size, nodes = environment("WORLD_SIZE", 0), environment("GROUP_WORLD_SIZE", 1)
-    if job.hardware != "auto" or not size or (nodes == 1 and found.device.kind == "cuda"):
+    if job.hardware != "auto" or (ours := started()) is None or (ours[0] == 1 and found.device.kind == "cuda"):
         return found
-    here = Machine(nodes=nodes, gpus=environment("LOCAL_WORLD_SIZE", size // nodes), gpu=found.device.name)
+    nodes, each = ours
+    here = Machine(nodes=nodes, gpus=each, gpu=found.device.name)
     if nodes == 1:
         return read_hardware(here)
     fabric = this_machines_fabric()

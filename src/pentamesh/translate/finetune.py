@@ -8,8 +8,8 @@ Every flag sets one key of the job, or is refused with the reason. What is not s
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,9 @@ from pentamesh.errors import InputError, Problem
 from pentamesh.job.hardware import read_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.read import job_from_flags
+from pentamesh.job.started import started
 from pentamesh.job.written import read_value
+from pentamesh.units import parse_count
 
 __all__ = ["Defaults", "Start", "read_flags"]
 
@@ -96,11 +98,11 @@ def read_flags(argv: Sequence[str], defaults: Defaults, description: str) -> Sta
     `--grad-accum` counts micro-batches a device, so that the global batch is batch-size x grad-accum x devices.
     """
     given = _parser(description).parse_args(argv)
-    nodes, world = _started() or _devices(_value_of(given, "--hardware"))
+    nodes, each = started() or _devices(_value_of(given, "--hardware"))
     own = defaults.keys if _value_of(given, "--model") else {**defaults.keys, **defaults.without_model}
     if problems := list(_clashes(given, nodes, own)):
         raise InputError(*problems)
-    said = [*_set_by(given), *_batch(given, world), *_strategy(given, defaults, nodes)]
+    said = [*_set_by(given), *_batch(given, nodes * each), *_strategy(given, defaults, nodes)]
     keys = {key for _, key, _ in said}
     assumed = [("default", key, value) for key, value in own.items() if key not in keys]
     if not keys & {"training.steps", "training.epochs"}:
@@ -124,16 +126,10 @@ def _parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _started() -> tuple[int, int] | None:
-    """Nodes and processes, among those that torchrun or srun started."""
-    size, nodes = os.environ.get("WORLD_SIZE", ""), os.environ.get("GROUP_WORLD_SIZE", "1")
-    return (int(nodes), int(size)) if size.isdigit() and nodes.isdigit() else None
-
-
 def _devices(hardware: str | None) -> tuple[int, int]:
-    """Nodes and devices of the hardware that a flag names, or of this machine."""
+    """Nodes, and devices of each, of the hardware that a flag names, or of this machine."""
     found = read_hardware(hardware or "auto", "--hardware")
-    return found.num_nodes, found.num_devices
+    return found.num_nodes, found.devices_per_node
 
 
 def _value_of(given: argparse.Namespace, flag: str) -> Any:
@@ -155,6 +151,11 @@ def _clashes(given: argparse.Namespace, nodes: int, own: Mapping[str, Any]) -> I
         yield Problem("hybrid_shard copies the model between nodes, and there is one", "--fsdp hybrid_shard", hint)
     if given.grad_accum < 1:
         yield Problem(f"{given.grad_accum} micro-batches are no step", "--grad-accum", "use 1 or more")
+    if given.stop_at is not None and given.stop_at < 1:
+        yield Problem(f"there is no step {given.stop_at}: the first is 1", "--stop-at", "use 1 or more, or leave it out")
+    for flag in FLAGS:
+        if isinstance(value := _value_of(given, flag.name), str) and not value.strip():
+            yield Problem(f"{flag.name} is empty", flag.name, "give it a value, or leave it out")
 
 
 def _set_by(given: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
@@ -170,9 +171,9 @@ def _set_by(given: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
 
 
 def _batch(given: argparse.Namespace, world: int) -> Iterator[tuple[str, str, Any]]:
-    size = _value_of(given, "--batch-size") or "1"
-    if str(size).isdigit():  # anything else is refused as batch.micro_batch
-        yield "--batch-size x --grad-accum x devices", "batch.global_batch", int(size) * given.grad_accum * world
+    with suppress(ValueError):  # what is no count is refused as batch.micro_batch
+        size = parse_count(_value_of(given, "--batch-size") or 1)
+        yield "--batch-size x --grad-accum x devices", "batch.global_batch", size * given.grad_accum * world
 
 
 def _strategy(given: argparse.Namespace, defaults: Defaults, nodes: int) -> Iterator[tuple[str, str, Any]]:
