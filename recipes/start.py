@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pentamesh.errors import PentameshError
+from pentamesh.errors import PentameshError, unexpected
 from pentamesh.run.slurm import adopt
 from pentamesh.translate.finetune import Defaults, Start, read_flags
 
@@ -16,16 +16,24 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str], defaults: Defaults, description: str, name: str) -> int:
     """Run what the flags ask for, or show its plan, and return the exit code. Errors are said once, by the first process."""
-    first = True
     try:
         adopt()
-        first = os.environ.get("RANK", "0") == "0"
         asked = read_flags(argv, defaults, description)
         return _show(asked, name) if asked.plan_only else _run(asked, name)
     except PentameshError as error:
-        if first:
-            print(error, file=sys.stderr)
-        return error.exit_code
+        return _fail(error)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if os.environ.get("PENTAMESH_TRACEBACK"):
+            raise
+        return _fail(unexpected(error))
+
+
+def _fail(error: PentameshError) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        print(error, file=sys.stderr)
+    return error.exit_code
 
 
 def _run(start: Start, name: str) -> int:

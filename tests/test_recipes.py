@@ -88,6 +88,10 @@ def test_line_c(tmp_path: Path) -> None:
         (["--model", "m", "--lr", "fast"], "--lr"),
         (["--model", "m", "--grad-acum", "2"], "unrecognized arguments: --grad-acum"),
         (["--model", "m", "--set", "training.stepz=3"], "steps"),
+        (["--model", "m", "--batch-size", "\N{SUPERSCRIPT TWO}"], "--batch-size"),
+        (["--model", "m", "--stop-at", "0"], "there is no step 0"),
+        (["--model", "m", "--hardware", ""], "--hardware is empty"),
+        (["--model", "m", "--hardware", "2xCPU", "--data", "nowhere/rows.jsonl"], "no file nowhere/rows.jsonl"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -9,14 +9,13 @@ import json
 import os
 import re
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from pentamesh import __version__
-from pentamesh.errors import DoesNotFit, InputError, PentameshError, Problem, RunFailed
+from pentamesh.errors import DoesNotFit, InputError, PentameshError, Problem, unexpected
 
 if TYPE_CHECKING:
     from pentamesh.job.job import Job
@@ -52,8 +51,6 @@ data_app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 
-# Of a path that is too long for the system its beginning says enough.
-PATH_SHOWN = 200
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 # Flags of `plan` that set one key of the job, and the key.
 PLAN_FLAGS = {
@@ -78,15 +75,10 @@ def main() -> None:
     except BrokenPipeError:  # `| head` has what it wanted
         sys.stderr.close()
         raise SystemExit(0) from None
-    except OSError as error:  # a name that the system takes for none, a folder that may not be read, a full disk behind stdout
-        kind = InputError if error.filename else RunFailed
-        _fail(kind(error.strerror or str(error), where=str(error.filename or "writing the output")[:PATH_SHOWN]))
     except Exception as error:
-        if os.environ.get("PENTAMESH_TRACEBACK"):
+        if os.environ.get("PENTAMESH_TRACEBACK") and not isinstance(error, OSError):
             raise
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"nobody expected this: {type(error).__name__}: {error}"
-        _fail(RunFailed(what, where=f"{at.filename}:{at.lineno}", hint="PENTAMESH_TRACEBACK=1 shows the way there; please report it with that"))
+        _fail(unexpected(error))
 
 
 def _fail(error: PentameshError) -> NoReturn:

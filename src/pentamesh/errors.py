@@ -12,10 +12,14 @@ found at once, each as what (with numbers), where (file and line, or tensor) and
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from typing import ClassVar
 
-__all__ = ["DoesNotFit", "Drift", "InputError", "PentameshError", "Problem", "RunFailed"]
+__all__ = ["DoesNotFit", "Drift", "InputError", "PentameshError", "Problem", "RunFailed", "unexpected"]
+
+# Of a path that is too long for the system its beginning says enough.
+PATH_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,13 @@ class RunFailed(PentameshError):
     """The run started and could not go on."""
 
     exit_code = 5
+
+
+def unexpected(error: Exception) -> PentameshError:
+    """What a user reads of an error that nobody raised on purpose; one of the system's (a name that it takes for none, a full disk) says itself."""
+    if isinstance(error, OSError):
+        kind = InputError if error.filename else RunFailed
+        return kind(error.strerror or str(error), where=str(error.filename or "writing the output")[:PATH_SHOWN])
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    what = f"nobody expected this: {type(error).__name__}: {error}"
+    return RunFailed(what, where=f"{at.filename}:{at.lineno}", hint="PENTAMESH_TRACEBACK=1 shows the way there; please report it with that")

@@ -64,6 +64,11 @@ def parquet(*values: dict[str, Any], cut: int | None = None) -> Callable[[Path],
     return spoil
 
 
+def far_future(folder: Path) -> None:
+    rows = pa.table({"messages": [GOOD["messages"]] * 2, "at": pa.array([0, 9 * 10**15], pa.timestamp("s"))})
+    pq.write_table(rows, folder / "rows.parquet")
+
+
 def absent_template(folder: Path) -> None:
     (folder / "model/chat_template.jinja").unlink()
 
@@ -83,6 +88,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], list[str], str, str]] = {
     "parquet without rows": (parquet(), ["data.train=rows.parquet"], "rows.parquet", "the file has no rows"),
     "parquet without the column": (parquet({"other": 1}), ["data.train=rows.parquet"], "rows.parquet[0]", "no `messages` in the row"),
     "parquet with a null": (parquet(GOOD, {"messages": None}), ["data.train=rows.parquet"], "rows.parquet[1]", "`messages` is null"),
+    "date beyond the calendar": (far_future, ["data.train=rows.parquet"], "rows.parquet, after 0 rows", "a value cannot be read"),
     "corrupt parquet": (parquet(GOOD, cut=60), ["data.train=rows.parquet"], "rows.parquet", "not a whole Parquet file"),
     "parquet by name only": (
         lambda folder: (folder / "rows.jsonl").rename(folder / "rows.parquet"),
@@ -120,6 +126,12 @@ CASES: dict[str, tuple[Callable[[Path], Any], list[str], str, str]] = {
         ["data.train=link.jsonl"],
         "data.train",
         "no file '/nowhere/rows.jsonl'",
+    ),
+    "link to itself": (
+        lambda folder: (folder / "link.jsonl").symlink_to("link.jsonl"),
+        ["data.train=link.jsonl"],
+        "data.train",
+        "link.jsonl is a link to link.jsonl, which is not there",
     ),
     "folder": (lambda folder: (folder / "rows").mkdir(), ["data.train=rows"], "data.train", "is a folder"),
     "folder named like a file": (lambda folder: (folder / "d.jsonl").mkdir(), ["data.train=d.jsonl"], "data.train", "is a folder"),

@@ -9,11 +9,13 @@ import pytest
 from pentamesh.errors import InputError
 from pentamesh.job.precision import PRECISIONS
 from pentamesh.job.read import read_job
+from pentamesh.job.started import environment, started
 from pentamesh.run.asked import read_asked
 from pentamesh.run.evaluate import evaluate
 from pentamesh.run.launch import train
 from pentamesh.run.options import Options
-from pentamesh.run.world import connect, environment
+from pentamesh.run.world import connect
+from pentamesh.translate.finetune import Defaults, read_flags
 from tests.run import toy
 
 
@@ -22,6 +24,26 @@ def test_no_number(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("WORLD_SIZE", text)
     with pytest.raises(InputError, match=r"WORLD_SIZE = .* is not a whole number"):
         environment("WORLD_SIZE", 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ("0", "WORLD_SIZE = 0 is not at least 1"),
+        ("\N{SUPERSCRIPT TWO}", "WORLD_SIZE = .* is not a whole number"),
+        ("2 GROUP_WORLD_SIZE=0", "GROUP_WORLD_SIZE = 0 is not at least 1"),
+        ("2 GROUP_WORLD_SIZE=4", "4 nodes of 1 processes are not the 2 of WORLD_SIZE"),
+        ("4 GROUP_WORLD_SIZE=2 LOCAL_WORLD_SIZE=3", "2 nodes of 3 processes are not the 4 of WORLD_SIZE"),
+        ("4 GROUP_WORLD_SIZE=2 LOCAL_WORLD_SIZE=-3", "LOCAL_WORLD_SIZE = '-3' is not a whole number"),
+    ],
+)
+def test_numbers_of_processes_that_cannot_be(monkeypatch: pytest.MonkeyPatch, said: str, what: str) -> None:
+    for pair in f"WORLD_SIZE={said}".split():
+        monkeypatch.setenv(*pair.split("="))
+    with pytest.raises(InputError, match=what):
+        started()
+    with pytest.raises(InputError, match=what):
+        read_flags(["--model", "m"], Defaults({}), "")
 
 
 def test_a_rank_beyond_the_world_is_refused_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,15 @@ ONE_ERROR = {
     ),
     "copies that do not divide": (
         "model: m\nlayout:\n  data: 8\n  replicate: 3\nbatch:\n  global_batch: 8\n",
-        ("replicate = 3 does not divide data = 8", "job.yaml:4 layout.replicate", "use replicate = 1, 2, 4 or 8"),
+        ("replicate = 3 does not divide data = 8", "job.yaml:4 layout.replicate", "use replicate = 8, 4, 2 or 1"),
+    ),
+    "copies of one": (
+        "model: m\nlayout:\n  data: 1\n  replicate: 2\n",
+        ("replicate = 2 does not divide data = 1", "job.yaml:4 layout.replicate", "use replicate = 1"),
+    ),
+    "a degree beyond any cluster": (
+        "model: m\nlayout:\n  data: 1e15\n  replicate: 7\n",
+        ("data = 1000000000000000.0 is not a whole number of at least 1 of at most 262144", "job.yaml:3 layout.data", "Data-parallel degree"),
     ),
     "offloading of what stays": (
         "model: m\nlayout:\n  activation_offload: true\n  activation_checkpointing: selective\n",

@@ -209,3 +209,23 @@ def test_the_json_contract() -> None:
         assert row["why_not"]
     assert all(isinstance(found[key], float) for key in ("tokens_per_s", "tokens_per_s_per_gpu", "mfu"))
     assert all(isinstance(text, str) for key in ("reasons", "changes_that_fit") for text in found[key])
+
+
+@pytest.mark.parametrize(("model", "on"), [("llama-3.2-1b", "1xH100"), ("qwen3-30b-a3b", "8xRTX-5090")])
+def test_only_full_shard_reshards(model: str, on: str) -> None:
+    """Also where it is the only rank, or nothing fits and changes are tried."""
+    for reshard in (True, False):
+        found = planned(model, on, batch={"seq_len": 512}, layout={"reshard_after_forward": reshard, "replicate": 1})
+        assert (found.layout.shard, found.policy.reshard) == ("parameters", reshard)
+    assert planned(model, "2x4xRTX-4090@100gbps", precision="fp32", layout={"reshard_after_forward": True, "replicate": 2})
+
+
+@pytest.mark.parametrize(("on", "layout", "ranks"), [("3xH100", {}, 3), ("1xH100", {}, 1), ("4xH100", {"replicate": 4}, 1)])
+def test_experts_without_room_are_told(on: str, layout: dict[str, int], ranks: int) -> None:
+    with pytest.raises(InputError, match=f"expert = 2 does not divide data x context x tensor = {ranks}"):
+        planned("qwen3-30b-a3b", on, batch={"global_batch": 12}, layout=layout | {"expert": 2})
+
+
+def test_a_step_of_any_number_of_micro_batches() -> None:
+    """What is counted is not laid out one by one: 10^15 of them would not fit any memory."""
+    assert planned("smollm2-135m", "1xCPU", batch={"global_batch": 10**15}).policy.grad_accum == 10**15

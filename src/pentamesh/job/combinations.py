@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pentamesh.job.division import uneven_batch, uneven_sequence
+from pentamesh.job.division import divisors, uneven_batch, uneven_sequence
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Job
 
@@ -76,8 +76,7 @@ def _sharding(job: Job) -> Iterator[Conflict]:
         yield Conflict(("layout.replicate", "layout.shard"), what, "use shard: parameters for hybrid shard, or leave replicate out")
     if copies is not None and data is not None and data % copies:
         what = f"replicate = {copies} does not divide data = {data}"
-        divisors = [str(d) for d in range(1, data + 1) if data % d == 0]
-        yield Conflict(("layout.replicate", "layout.data"), what, f"use replicate = {', '.join(divisors[:-1])} or {divisors[-1]}")
+        yield Conflict(("layout.replicate", "layout.data"), what, f"use replicate = {divisors(data)}")
     if whole and layout.reshard_after_forward != "auto":
         what = f"reshard_after_forward with shard = {layout.shard}, which gathers no parameters"
         yield Conflict(("layout.reshard_after_forward", "layout.shard"), what, "use shard: parameters, or leave it out")

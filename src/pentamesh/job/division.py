@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Uneven", "sequence_pieces", "uneven_batch", "uneven_sequence"]
+__all__ = ["Uneven", "divisors", "sequence_pieces", "uneven_batch", "uneven_sequence"]
+
+
+def divisors(number: int) -> str:
+    """The divisors of `number` as a choice, largest first: `8, 4, 2 or 1`."""
+    *most, last = (str(d) for d in range(number, 0, -1) if number % d == 0)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pentamesh.errors import InputError, Problem
 from pentamesh.job.check import faults
 from pentamesh.job.device import Device, Link, capped, find_gpu, intra_link
-from pentamesh.job.job import Machine
+from pentamesh.job.job import MAX_DEVICES, Machine
 from pentamesh.job.machine import SHARE_FOR_THE_SYSTEM, cpu_device, gloo_link, num_processes, this_machines_fabric, this_machines_gpus
 from pentamesh.units import format_bytes, parse_bytes_per_s
 
@@ -21,8 +21,6 @@ __all__ = ["Device", "Hardware", "Link", "read_hardware", "started_hardware"]
 T = TypeVar("T")
 
 GRAMMAR = "write it like `8xRTX-5090`, `2x8xH100@8x400gbps` (nodes x GPUs x name @ NICs a node x rate of each), `2xCPU` or `auto`"
-# Above the largest cluster that anyone has named in public (200,000 GPUs, xAI 2025); a plan walks over the ranks, a second for every 20,000.
-MAX_DEVICES = 2**18
 # NVIDIA's names for InfiniBand at four lanes, in bits per second.
 FABRICS = {"edr": "100gbps", "hdr": "200gbps", "ndr": "400gbps", "xdr": "800gbps"}
 # A ring step over 4 nodes of 8 B200: 400 us fitted over 62 steps. Source: published NCCL curves over EFA, fit of formula T = alpha + wire / B.

@@ -12,11 +12,27 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from pentamesh.units import parse_bytes, parse_count
 
-__all__ = ["Batch", "Checkpoint", "Data", "Job", "LayoutRequest", "Logging", "Machine", "Model", "Optimizer", "Section", "Training"]
+__all__ = [
+    "MAX_COUNT",
+    "MAX_DEVICES",
+    "Batch",
+    "Checkpoint",
+    "Data",
+    "Job",
+    "LayoutRequest",
+    "Logging",
+    "Machine",
+    "Model",
+    "Optimizer",
+    "Section",
+    "Training",
+]
 
 
 # Beyond any count of tokens or steps, and still a whole number in floating point and in every JSON reader (2^53 = 9.007e15).
 MAX_COUNT = 10**15
+# Above the largest cluster that anyone has named in public (200,000 GPUs, xAI 2025); a plan walks over the ranks, a second for every 20,000.
+MAX_DEVICES = 2**18
 
 
 def _count(value: Any) -> int:
@@ -42,6 +58,8 @@ def _writable(value: str) -> str:
 Count = Annotated[int, BeforeValidator(_count)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Number = Annotated[float, BeforeValidator(_number)]
+# Of an axis.
+Degree = Annotated[Count, Field(ge=1, le=MAX_DEVICES)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(_writable)]
 
 
@@ -122,16 +140,16 @@ class LayoutRequest(Section):
     shard: Literal["auto", "none", "optimizer", "gradients", "parameters"] = Field(
         default="auto", description="What is cut over the data axis: none (DDP), optimizer (ZeRO-1), gradients (ZeRO-2), parameters (full shard)."
     )
-    data: Count | None = Field(default=None, ge=1, description="Data-parallel degree; whatever the other axes leave, when not given.")
-    replicate: Count | None = Field(
-        default=None, ge=1, description="Copies of the model on the data axis; above 1 with `shard: parameters` it is hybrid shard."
+    data: Degree | None = Field(default=None, description="Data-parallel degree; whatever the other axes leave, when not given.")
+    replicate: Degree | None = Field(
+        default=None, description="Copies of the model on the data axis; above 1 with `shard: parameters` it is hybrid shard."
     )
-    tensor: Count | None = Field(
-        default=None, ge=1, description="Tensor-parallel degree. Chosen when not given, for pre-training or where the data axis alone does not fit."
+    tensor: Degree | None = Field(
+        default=None, description="Tensor-parallel degree. Chosen when not given: above 1 for pre-training, or where data alone does not fit."
     )
-    pipeline: Count | None = Field(default=None, ge=1, description="Pipeline-parallel degree. Chosen by `plan` when not given, as tensor is.")
-    context: Count | None = Field(default=None, ge=1, description="Context-parallel degree. 1 when not given.")
-    expert: Count | None = Field(default=None, ge=1, description="Expert-parallel degree. 1 when not given.")
+    pipeline: Degree | None = Field(default=None, description="Pipeline-parallel degree. Chosen by `plan` when not given, as tensor is.")
+    context: Degree | None = Field(default=None, description="Context-parallel degree. 1 when not given.")
+    expert: Degree | None = Field(default=None, description="Expert-parallel degree. 1 when not given.")
     sequence_parallel: bool = Field(default=False, description="Cut the residual stream over the tensor axis.")
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
         default="auto",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pentamesh.errors import Problem
-from pentamesh.job.division import uneven_batch, uneven_sequence
+from pentamesh.job.division import divisors, uneven_batch, uneven_sequence
 from pentamesh.job.job import Batch
 from pentamesh.layout.mesh import DATA_AXES, Layout
 from pentamesh.layout.split import split
@@ -54,7 +54,7 @@ def _tensor(asked: _Asked) -> Iterator[Problem]:
     tp, model = asked.layout.mesh.tp, asked.model
     if tp == 1 or model.family == "generic":
         return
-    works = _listed(_divisors(math.gcd(model.num_heads, model.num_kv_heads)))
+    works = divisors(math.gcd(model.num_heads, model.num_kv_heads))
     for dim, units in (("heads", model.num_heads), ("kv_heads", model.num_kv_heads)):
         if units % tp and (first := _first(asked, dim)):
             yield Problem(f"tensor = {tp} does not divide {dim} = {units}", f"layout.tensor    {first}", f"use tensor = {works}")
@@ -73,7 +73,7 @@ def _pipeline(asked: _Asked) -> Iterator[Problem]:
 
 def _experts(asked: _Asked) -> Iterator[Problem]:
     mesh = asked.layout.mesh
-    if mesh.ep == 1:
+    if mesh.ep == 1 or asked.model.family == "generic":
         return
     experts = {dim.num_units for tensor in asked.model.block for dim in tensor.dims if dim.name == "experts"}
     if not experts:
@@ -83,7 +83,7 @@ def _experts(asked: _Asked) -> Iterator[Problem]:
             yield Problem(
                 f"expert = {mesh.ep} does not divide experts = {count}",
                 f"layout.expert    {_first(asked, 'experts')}",
-                f"use expert = {_listed(_divisors(count))}",
+                f"use expert = {divisors(count)}",
             )
     if mesh.tp > 1 and not asked.layout.sequence_parallel:
         yield Problem(
@@ -131,13 +131,3 @@ def _first(asked: _Asked, dim: str) -> str:
     """The first tensor with `dim`, as it is stored when nothing but the data axes cut it, its layer written `*`; "" where none has it."""
     tensor = next((t for t in asked.model.tensors if any(d.name == dim for d in t.dims)), None)
     return _LAYER.sub("*", str(split(tensor, Role.WEIGHT, Layout())), count=1) if tensor else ""
-
-
-def _divisors(number: int) -> Iterator[int]:
-    return (d for d in range(number, 0, -1) if number % d == 0)
-
-
-def _listed(values: Iterator[int]) -> str:
-    """`8, 4, 2 or 1`."""
-    *most, last = map(str, values)
-    return f"{', '.join(most)} or {last}" if most else last

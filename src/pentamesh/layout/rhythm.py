@@ -70,7 +70,7 @@ def rhythm(model: ModelSpec, layout: Layout, policy: Policy, precision: Precisio
     """
     here = on_stage(model, layout.mesh.pp, 0)
     yield from _parameters(here, layout, policy, precision, rank)
-    for length, times in Counter([seq] * policy.grad_accum if isinstance(seq, int) else seq).items():
+    for length, times in ({seq: policy.grad_accum} if isinstance(seq, int) else Counter(seq)).items():
         yield from _activations(model, layout, policy, precision, length, times)
     yield from partial_sums(((t, 1) for t in here.parameters), layout, precision)
     yield from _bookkeeping(model, layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from pentamesh.errors import InputError, Problem
 from pentamesh.job.hardware import Hardware
@@ -103,15 +103,22 @@ def _powers_of_two(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length()) if 2**i <= most]
 
 
+class _Cut(NamedTuple):
+    """What a strategy cuts over the data axis, and over how many copies."""
+
+    shard: Shard
+    copies: int
+
+
 def _meshes(asked: LayoutRequest, hardware: Hardware) -> Iterator[Layout]:
     """The layouts of a request whose degrees are filled in, before anyone asks whether the model allows them."""
     pipeline, context, tensor, expert = (getattr(asked, axis) or 1 for axis in ("pipeline", "context", "tensor", "expert"))
     data = _data_degree(asked, pipeline * context * tensor, hardware)
-    for shard in _shards(asked, data * context):
-        for copies in _copies(shard, asked, data, hardware):
-            # Experts need dp_shard, cp or tp to live on: where a strategy leaves none, it cannot carry them.
-            if (data // copies * context * tensor) % expert == 0 or asked.shard != "auto":
-                yield Layout(Mesh(pipeline, copies, data // copies, context, tensor, expert), shard, asked.sequence_parallel)
+    cuts = [_Cut(shard, copies) for shard in _shards(asked, data * context) for copies in _copies(shard, asked, data, hardware)]
+    # Experts need dp_shard, cp or tp to live on: strategies that leave none are passed over, and where all are, the mesh says why.
+    able = [cut for cut in cuts if (data // cut.copies * context * tensor) % expert == 0]
+    for cut in able or cuts[-1:]:
+        yield Layout(Mesh(pipeline, cut.copies, data // cut.copies, context, tensor, expert), cut.shard, asked.sequence_parallel)
 
 
 def _data_degree(asked: LayoutRequest, others: int, hardware: Hardware) -> int:
@@ -131,10 +138,10 @@ def _data_degree(asked: LayoutRequest, others: int, hardware: Hardware) -> int:
 def _shards(asked: LayoutRequest, num_sharers: int) -> tuple[Shard, ...]:
     if asked.shard != "auto":
         return (asked.shard,)
+    if (asked.replicate or 1) > 1 or asked.reshard_after_forward != "auto":
+        return ("parameters",)
     if num_sharers == 1:
         return ("none",)
-    if (asked.replicate or 1) > 1:
-        return ("parameters",)
     return SHARDS
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pentamesh.errors import InputError
 from pentamesh.job.hardware import Hardware, read_hardware, started_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.read import check_trainable, is_hub_data, read_job, resolve
+from pentamesh.job.started import started
 from pentamesh.layout.split import split
 from pentamesh.model.families import generic
 from pentamesh.model.read import read_model, resolved
@@ -20,7 +22,6 @@ from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as make_plan
 from pentamesh.run.board import check_board
 from pentamesh.run.compiled import check_compiler
-from pentamesh.run.world import environment
 
 __all__ = ["Asked", "located", "planned", "read_asked"]
 
@@ -78,7 +79,7 @@ def located(job: Job, base: Path, name: str) -> Job:
     """The job with its paths made absolute and its model's name resolved: they are relative to `base`, and ranks may stand elsewhere."""
 
     def absolute(path: str) -> str:
-        return str(resolve(path, base).resolve())
+        return os.path.realpath(resolve(path, base))
 
     data = {"train": job.data.train, "held_out": job.data.held_out}
     found = {key: absolute(rows) if isinstance(rows, str) and not is_hub_data(rows, base) else rows for key, rows in data.items()}
@@ -112,7 +113,5 @@ def _check_runnable(plan: Plan, model: ModelSpec, where: str) -> None:
 
 def _hardware(job: Job) -> Hardware:
     """The job's hardware; `auto` among the processes that torchrun or srun started is this kind of machine, as often as there are nodes."""
-    size, nodes = environment("WORLD_SIZE", 0), environment("GROUP_WORLD_SIZE", 1)
-    if job.hardware != "auto" or not size:
-        return read_hardware(job.hardware)
-    return started_hardware(nodes, environment("LOCAL_WORLD_SIZE", size // nodes))
+    ours = started() if job.hardware == "auto" else None
+    return started_hardware(*ours) if ours else read_hardware(job.hardware)

@@ -25,11 +25,12 @@ import torch
 
 from pentamesh.checkpoint.together import first
 from pentamesh.errors import Drift, InputError, PentameshError, RunFailed
+from pentamesh.job.started import environment
 from pentamesh.plan.plan import Plan
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.loop import Ending, run
 from pentamesh.run.options import Options
-from pentamesh.run.world import connect, environment, join, leave
+from pentamesh.run.world import connect, join, leave
 
 __all__ = ["LAUNCHED", "main", "work"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,9 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pentamesh.errors import InputError
+from pentamesh.job.started import environment
 from pentamesh.layout.mesh import AXES, DATA_AXES, Layout
 
-__all__ = ["World", "connect", "environment", "join", "leave"]
+__all__ = ["World", "connect", "join", "leave"]
 
 
 @dataclass
@@ -106,14 +106,6 @@ class World:
         """Return once every rank has come here."""
         if self.num_ranks > 1:
             dist.barrier()
-
-
-def environment(name: str, default: int) -> int:
-    """The whole number that an environment variable holds, `default` where there is none. Raises InputError for anything else."""
-    text = os.environ.get(name, str(default))
-    if not re.fullmatch("[0-9]{1,9}", text):
-        raise InputError(f"{name} = {text!r} is not a whole number", where="the environment", hint="torchrun and SLURM set it; unset it otherwise")
-    return int(text)
 
 
 def connect(timeout_s: float = 1800) -> None:

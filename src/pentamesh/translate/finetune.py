@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,10 @@ from pentamesh.errors import InputError, Problem
 from pentamesh.job.hardware import read_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.read import job_from_flags
+from pentamesh.job.started import started
 from pentamesh.job.written import read_value
-from pentamesh.translate.flags import Flag, Setting, declare, given_value, settings, started
+from pentamesh.translate.flags import Flag, Setting, declare, given_value, settings
+from pentamesh.units import parse_count
 
 __all__ = ["Defaults", "Start", "read_flags"]
 
@@ -87,12 +90,12 @@ def read_flags(argv: Sequence[str], defaults: Defaults, description: str) -> Sta
     sequences.
     """
     given = _parser(description).parse_args(argv)
-    nodes, world = started() or _devices(given_value(given, "--hardware"))
+    nodes, each = started() or _devices(given_value(given, "--hardware"))
     own = defaults.keys if given_value(given, "--model") else {**defaults.keys, **defaults.without_model}
     if problems := list(_clashes(given, nodes, own)):
         raise InputError(*problems)
     said = [*_set_by(given), *_strategy(given, defaults, nodes)]
-    said += _batch(given, world // _ranks_of_one_batch(said))
+    said += _batch(given, nodes * each // _ranks_of_one_batch(said))
     keys = {key for _, key, _ in said}
     assumed = [("default", key, value) for key, value in own.items() if key not in keys]
     if not keys & {"training.steps", "training.epochs"}:
@@ -115,9 +118,9 @@ def _parser(description: str) -> argparse.ArgumentParser:
 
 
 def _devices(hardware: str | None) -> tuple[int, int]:
-    """Nodes and devices of the hardware that a flag names, or of this machine."""
+    """Nodes, and devices of each, of the hardware that a flag names, or of this machine."""
     found = read_hardware(hardware or "auto", "--hardware")
-    return found.num_nodes, found.num_devices
+    return found.num_nodes, found.devices_per_node
 
 
 def _clashes(given: argparse.Namespace, nodes: int, own: Mapping[str, Any]) -> Iterator[Problem]:
@@ -135,6 +138,11 @@ def _clashes(given: argparse.Namespace, nodes: int, own: Mapping[str, Any]) -> I
         yield Problem("hybrid_shard copies the model between nodes, and there is one", "--fsdp hybrid_shard", hint)
     if given.grad_accum < 1:
         yield Problem(f"{given.grad_accum} micro-batches are no step", "--grad-accum", "use 1 or more")
+    if given.stop_at is not None and given.stop_at < 1:
+        yield Problem(f"there is no step {given.stop_at}: the first is 1", "--stop-at", "use 1 or more, or leave it out")
+    for flag in FLAGS:
+        if isinstance(value := given_value(given, flag.name), str) and not value.strip():
+            yield Problem(f"{flag.name} is empty", flag.name, "give it a value, or leave it out")
 
 
 def _set_by(given: argparse.Namespace) -> Iterator[Setting]:
@@ -154,9 +162,9 @@ def _ranks_of_one_batch(said: Sequence[Setting]) -> int:
 
 
 def _batch(given: argparse.Namespace, data_ranks: int) -> Iterator[Setting]:
-    size = given_value(given, "--batch-size") or "1"
-    if str(size).isdigit():  # anything else is refused as batch.micro_batch
-        yield "--batch-size x --grad-accum x data ranks", "batch.global_batch", int(size) * given.grad_accum * data_ranks
+    with suppress(ValueError):  # what is no count is refused as batch.micro_batch
+        size = parse_count(given_value(given, "--batch-size") or 1)
+        yield "--batch-size x --grad-accum x data ranks", "batch.global_batch", size * given.grad_accum * data_ranks
 
 
 def _strategy(given: argparse.Namespace, defaults: Defaults, nodes: int) -> Iterator[Setting]:

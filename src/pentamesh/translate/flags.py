@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pentamesh.job.written import read_value
 
-__all__ = ["Flag", "Setting", "declare", "given_value", "settings", "started"]
+__all__ = ["Flag", "Setting", "declare", "given_value", "settings"]
 
 # Where a value was said (a flag), the dotted key of the job, and the value.
 Setting = tuple[str, str, Any]
@@ -44,9 +43,3 @@ def settings(given: argparse.Namespace, flags: Iterable[Flag]) -> Iterator[Setti
     for flag in flags:
         if (value := given_value(given, flag.name)) is not None:
             yield flag.name, flag.key, read_value(value, flag.name) if flag.sets is None else flag.sets
-
-
-def started() -> tuple[int, int] | None:
-    """Nodes and processes, among those that torchrun or srun started."""
-    size, nodes = os.environ.get("WORLD_SIZE", ""), os.environ.get("GROUP_WORLD_SIZE", "1")
-    return (int(nodes), int(size)) if size.isdigit() and nodes.isdigit() else None

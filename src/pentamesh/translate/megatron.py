@@ -19,10 +19,11 @@ from pentamesh.errors import InputError, Problem
 from pentamesh.job.hardware import Hardware, read_hardware, started_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.read import job_from_flags
+from pentamesh.job.started import started
 from pentamesh.model.config import check
 from pentamesh.model.families import describe
 from pentamesh.model.spec import ModelSpec
-from pentamesh.translate.flags import Setting, given_value, settings, started
+from pentamesh.translate.flags import Setting, given_value, settings
 from pentamesh.translate.megatron_model import architecture, count, number
 from pentamesh.translate.megatron_words import ADAM, DEFAULTS, FLAGS, ON_GPU, REFUSED, parser_of
 
@@ -101,8 +102,8 @@ def _hardware(given: argparse.Namespace) -> Hardware:
     """The machine that is named, or what the processes of this start find themselves on. Raises InputError."""
     if (named := given_value(given, "--hardware")) is not None:
         return read_hardware(named, "--hardware")
-    nodes, processes = started() or (1, 0)
-    return started_hardware(nodes, processes // nodes) if processes else read_hardware("auto")
+    ours = started()
+    return started_hardware(*ours) if ours else read_hardware("auto")
 
 
 def _settings(given: argparse.Namespace, hardware: Hardware | None) -> list[Setting]:

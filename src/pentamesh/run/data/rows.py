@@ -100,6 +100,8 @@ def read_rows(places: Iterable[Place]) -> Iterator[Row | Problem]:
                 yield row
         except OSError as error:
             yield Problem(f"the file cannot be read: {error.strerror or error}", str(place))
+        except (OverflowError, ValueError) as error:  # a date beyond Python's calendar
+            yield Problem(f"a value cannot be read: {error}", f"{place}, after {num_rows:,} rows", "leave out the columns that are not trained")
         else:
             if not num_rows:
                 yield Problem("the file has no rows" if isinstance(place, Path) else "the split has no rows", str(place))
