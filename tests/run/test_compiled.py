@@ -27,15 +27,14 @@ def counted(wanted: Trial) -> tuple[Outcome, int, int]:
 
 
 # Full and hybrid shard are compiled by the launch lines of tests/test_recipes.py, whose ledgers have to be as planned too.
-CASES = [
+DDP, TENSOR = (
     trial("llama", "ddp", 2, 1, compile=True, recompute="selective"),
     tensor_trial(TOYS["llama-untied"], Mesh(tp=2), "parameters", True, grad_accum=1, compile=True, recompute="full"),
-]
+)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", CASES, ids=["ddp, selective", "tensor and sequence, recomputed"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("case", "precision"), [(DDP, "fp32"), (DDP, "bf16"), (TENSOR, "fp32")], ids=["ddp", "ddp, cast", "tensor and sequence"])
 def test_compiled_is_eager(case: Trial, precision: str) -> None:
     """In bf16 fused kernels round less often than eager ones: there only the graphs and what moves are held."""
     try:
