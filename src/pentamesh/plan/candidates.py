@@ -107,7 +107,7 @@ def _meshes(asked: LayoutRequest, hardware: Hardware) -> Iterator[Layout]:
     data = _data_degree(asked, pipeline * context * tensor, hardware)
     cuts: list[tuple[Shard, int]] = [(shard, copies) for shard in _shards(asked, data * context) for copies in _copies(shard, asked, data, hardware)]
     # Experts need dp_shard, cp or tp to live on: strategies that leave none are passed over, and where all are, the mesh says why.
-    able = [(shard, copies) for shard, copies in cuts if (data // copies * context * tensor) % expert == 0]
+    able = [cut for cut in cuts if (data // cut[1] * context * tensor) % expert == 0]
     for shard, copies in able or cuts[-1:]:
         yield Layout(Mesh(pipeline, copies, data // copies, context, tensor, expert), shard, asked.sequence_parallel)
 
