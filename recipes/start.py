@@ -17,7 +17,7 @@ __all__ = ["main"]
 def main(argv: Sequence[str], defaults: Defaults, description: str, name: str) -> int:
     """Run what the flags ask for, or show its plan, and return the exit code. Errors are said once, by the first process."""
     try:
-        adopt()
+        adopt()  # what a device's share of a batch is depends on how many srun started
         asked = read_flags(argv, defaults, description)
         return _show(asked, name) if asked.plan_only else _run(asked, name)
     except PentameshError as error:

@@ -75,6 +75,18 @@ def test_line_c(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs/finetune/receipt.json").read_text())["ledger_equal"] is True
 
 
+def test_a_batch_under_srun_is_that_of_all_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {"STEP_ID": 0, "NTASKS": 4, "NNODES": 2, "PROCID": 0, "LOCALID": 0, "JOB_NODELIST": "n[1-2]", "JOB_ID": 7}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    flags = ["--model", str(RECIPES / "sample/model"), "--grad-accum", "3", "--fsdp", "hybrid_shard", "--hardware", "2x2xRTX-4090@100gbps", "--plan"]
+    code, talk = launched([sys.executable, str(RECIPES / "finetune.py"), *flags], tmp_path)
+    assert code == 0, talk
+    flags[flags.index("2x2xRTX-4090@100gbps")] = "2x4xRTX-4090@100gbps"
+    code, talk = launched([sys.executable, str(RECIPES / "finetune.py"), *flags], tmp_path)
+    assert "global_batch = 12 is not a multiple of micro_batch x data ranks = 1 x 8" in talk
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -48,6 +48,22 @@ def test_a_signal_ends_all_and_says_so(tmp_path: Path, number: signal.Signals, c
     assert (outcome(tmp_path)["outcome"], outcome(tmp_path)["exit_code"]) == ("interrupted", code)
 
 
+def test_an_interrupt_while_ranks_still_import(tmp_path: Path) -> None:
+    """The first seconds of a run, when most mistakes are noticed."""
+    toy.job(tmp_path)
+    process = started("pentamesh", "train", "job.yaml", cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while len(ranks := ranks_below(process.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, talk = process.communicate(timeout=30)
+    assert process.returncode == 130, talk
+    assert "ended by SIGINT; no checkpoint was saved yet" in talk
+    assert "Traceback" not in talk
+    assert gone(list(ranks.values()), within_s=1)
+
+
 def test_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
     endless(tmp_path)
     process = started("pentamesh", "train", "job.yaml", cwd=tmp_path)

@@ -230,6 +230,18 @@ def test_a_run_that_would_end_before_its_checkpoint(tmp_path: Path) -> None:
         trained(job, Options(resume=True, stop_at=2))
 
 
+def test_checkpoints_of_which_none_is_whole_are_not_started_over(tmp_path: Path) -> None:
+    """What is left of them, and the metrics of what they were trained with, stays for whoever can mend them."""
+    job = toy.job(tmp_path, hardware="1xCPU", training__steps=4)
+    folder = trained(job, Options(stop_at=3))
+    for checkpoint in published(folder.checkpoints):
+        os.truncate(next(checkpoint.glob("*.safetensors")), 100)
+    with pytest.raises(InputError, match="none of the 2 checkpoints is as it was written"):
+        trained(job, Options(resume=True))
+    assert len(published(folder.checkpoints)) == 2
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 3]
+
+
 def test_what_a_first_save_left_is_no_checkpoint(tmp_path: Path) -> None:
     job = toy.job(tmp_path)
     (tmp_path / "runs/job/checkpoints/step-00000002.partial").mkdir(parents=True)

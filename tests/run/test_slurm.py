@@ -51,6 +51,13 @@ def test_a_step_that_says_too_little() -> None:
         ranks_of({k: v for k, v in STEP.items() if k != "SLURM_PROCID"})
 
 
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_LOCALID"])
+@pytest.mark.parametrize("text", ["many", "-1", "\N{SUPERSCRIPT TWO}", ""])
+def test_a_step_that_says_no_numbers(name: str, text: str) -> None:
+    with pytest.raises(InputError, match="does not say which"):
+        ranks_of(STEP | {name: text})
+
+
 @pytest.mark.parametrize(
     ("nodes", "host"),
     [("node7", "node7"), ("a1,a2", "a1"), ("gpu[03-07,12],x1", "gpu03"), ("r[1-2]-ib", "r1-ib"), ("n[10,12]", "n10"), ("a-b.c.d", "a-b.c.d")],

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from pentamesh.checkpoint.keep import agreed, prune
+from pentamesh.checkpoint.keep import agreed, prune, published
 from pentamesh.checkpoint.together import first, together
 from pentamesh.errors import InputError, Problem, RunFailed
 from pentamesh.plan.plan import Plan
@@ -61,8 +62,11 @@ def run(plan: Plan, folder: RunFolder, world: World, options: Options) -> Ending
 
 
 def _start(made: Run, options: Options) -> Counters:
-    """The counters to go on from: those of the newest checkpoint when resuming, else zero, with the held-out loss before any step."""
-    found = agreed(made.folder.checkpoints, say=made.progress.say) if options.resume else None
+    """The counters to go on from: those of the newest checkpoint when resuming, else zero, with the held-out loss before any step.
+
+    Raises InputError where there are checkpoints and none is whole: starting again would write over what may still be mended.
+    """
+    found = _newest(made) if options.resume else None
     if found is not None:
         counters = restore(found, made.trainee, made.plan, made.prepared.train_digest)
         made.board.start(counters.step)
@@ -77,6 +81,15 @@ def _start(made: Run, options: Options) -> Counters:
             made.progress.say("nothing to resume from: starting at step 0")
     _evaluate(made, Counters(), {})
     return Counters()
+
+
+def _newest(made: Run) -> Path | None:
+    folder = made.folder.checkpoints
+    found = agreed(folder, say=made.progress.say)
+    if found is None and (spoiled := first("counting checkpoints", lambda: len(published(folder)))):
+        hint = "put back what was written, or start anew: without --resume in another logging.folder"
+        raise InputError(f"none of the {spoiled} checkpoints is as it was written", where=format_path(folder), hint=hint)
+    return found
 
 
 def _train(made: Run, counters: Counters, last: int, measured: Measurements) -> Counters:

@@ -35,12 +35,12 @@ def ranks_of(environ: Mapping[str, str]) -> dict[str, str]:
     size = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", ""))
     said = {"RANK": environ.get("SLURM_PROCID"), "WORLD_SIZE": size, "LOCAL_RANK": environ.get("SLURM_LOCALID")}
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if not nodes or not all(text and text.isdigit() for text in said.values()):
-        missing = "SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS and SLURM_JOB_NODELIST"
+    job, num_nodes = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1"))
+    if not nodes or not all(text and re.fullmatch("[0-9]{1,18}", text) for text in (*said.values(), job, num_nodes)):
+        missing = "SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS, SLURM_NNODES, SLURM_JOB_ID and SLURM_JOB_NODELIST"
         raise InputError("this is a task of a SLURM step that does not say which", where="the environment", hint=f"srun sets {missing}")
-    port = FIRST_PORT + int(environ.get("SLURM_JOB_ID", "0")) % NUM_PORTS
-    num_nodes = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")))
-    local = {"LOCAL_WORLD_SIZE": str(int(size) // max(1, num_nodes)), "GROUP_WORLD_SIZE": str(num_nodes)}
+    port = FIRST_PORT + int(job) % NUM_PORTS
+    local = {"LOCAL_WORLD_SIZE": str(int(size) // max(1, int(num_nodes))), "GROUP_WORLD_SIZE": num_nodes}
     meet = {"MASTER_ADDR": environ.get("MASTER_ADDR", first_host(nodes)), "MASTER_PORT": environ.get("MASTER_PORT", str(port))}
     return {name: str(text) for name, text in said.items()} | local | meet
 

@@ -3,6 +3,8 @@
 Whatever happens is written to the run folder's outcome.json, since torchrun itself always ends with 1.
 """
 
+# ruff: noqa: E402 - some of this must come before torch is imported, which takes seconds
+
 from __future__ import annotations
 
 import argparse
@@ -20,6 +22,10 @@ from pathlib import Path
 # torch's profiler, which measures the peak on CPU, announces itself on stderr otherwise; so does its allocator about blocks older than it.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# Set by `pentamesh train` to its process id: the launcher prints the outcome once, so ranks keep quiet about theirs.
+LAUNCHED = "PENTAMESH_LAUNCHED"
+if __name__ == "__main__" and LAUNCHED in os.environ:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher's to tell, also while what follows is imported
 
 import torch
 
@@ -34,8 +40,6 @@ from pentamesh.run.world import connect, join, leave
 
 __all__ = ["LAUNCHED", "main", "work"]
 
-# Set by `pentamesh train` to its process id: the launcher prints the outcome once, so ranks keep quiet about theirs.
-LAUNCHED = "PENTAMESH_LAUNCHED"
 # A rank outlives its launcher by no more than this.
 LAUNCHER_POLL_S = 0.5
 
@@ -105,7 +109,6 @@ def main() -> int:
     """Entry point of a rank whose run folder exists already."""
     parser = argparse.ArgumentParser(prog="python -m pentamesh.run.worker", description="One rank of a run whose plan is in RUN_FOLDER.")
     if LAUNCHED in os.environ:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher's to tell
         threading.Thread(target=_follow, args=(int(os.environ[LAUNCHED]),), daemon=True).start()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--resume", action="store_true")
