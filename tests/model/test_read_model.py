@@ -13,6 +13,7 @@ import pytest
 
 from pentamesh.errors import InputError
 from pentamesh.model.catalogue import entries, find
+from pentamesh.model.families import describe
 from pentamesh.model.read import cached_config, read_model
 
 GOOD: dict[str, Any] = {
@@ -317,3 +318,12 @@ print(sorted({"torch", "transformers", "numpy", "huggingface_hub", "httpx", "req
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_window_that_is_not_written_is_the_one_that_transformers_takes() -> None:
+    config = read_model("mistralai/Mistral-7B-v0.1").config
+    without = {key: value for key, value in config.items() if key != "sliding_window"}
+    for written, windows in ((config, (4096,) * 32), (without, (4096,) * 32), (config | {"sliding_window": None}, ())):
+        spec = describe(written, "mistral")
+        assert spec is not None
+        assert spec.windows == windows

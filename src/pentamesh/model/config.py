@@ -45,9 +45,9 @@ GPT2_OPTIONAL_SIZES = ("intermediate_size",)
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
 # What a missing key means to transformers 5 where that is not "as many as the query heads". Source: configuration_{mistral,qwen2,qwen3}.py.
 DEFAULTS: dict[str, dict[str, int]] = {
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},  # of those layers alone that `use_sliding_window` lets slide
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
 
 # Names of architectures that are another's under a name of their own, for which transformers has no class.

@@ -103,12 +103,17 @@ def describe(config: dict[str, Any], name: str) -> ModelSpec:
     )
 
 
+# What transformers takes where a config that slides does not say how far. Source: configuration_{mistral,qwen2,qwen3}.py.
+WINDOW = 4096
+
+
 def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer; empty where there is none.
 
     Source: transformers, Mistral slides in every layer; Qwen2 and Qwen3, where `use_sliding_window` says so, from `max_window_layers` on.
     """
-    window = config.get("sliding_window") if config["model_type"] == "mistral" or config.get("use_sliding_window") else None
+    slides = config["model_type"] == "mistral" or config.get("use_sliding_window")
+    window = config.get("sliding_window", WINDOW) if slides else None  # a missing key is no null
     if not window:
         return ()
     first = 0 if config["model_type"] == "mistral" else config.get("max_window_layers", 28)
