@@ -32,7 +32,7 @@ from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan
 from pentamesh.run.data.batches import Micro
 from pentamesh.run.optim import adamw
-from pentamesh.run.peak import measured_peak
+from pentamesh.run.peak import count_allocations, measured_peak
 from pentamesh.run.place import parameters_of, place
 from pentamesh.run.step import Trainee, take_step
 from pentamesh.run.verify import drawn
@@ -186,6 +186,7 @@ def pairs(case: Case, folder: Path, num_pairs: int) -> tuple[list[tuple[float, f
 
 def peak(case: Case, folder: Path, side: str) -> int:
     """The peak of a steady step of one side alone."""
+    count_allocations()
     torch.set_num_threads(1)
     step = ours(case, folder, lambda p: join(p.layout, "cpu"))[0] if side == "ours" else by_hand(case, folder)
     for _ in range(2):
