@@ -47,8 +47,9 @@ def plan(
     """
     found = list(judged(job, model, hardware))
     # More axes are machinery: they are judged where pre-training may want them, or where the data axes do not do.
-    if job.method == "pretrain" or all(p.verdict == "does_not_fit" for p in found):
-        found = list(judged(job, model, hardware, _axes(model, trained_only=trained_only)))
+    axes = _axes(model, trained_only=trained_only)
+    if axes and (job.method == "pretrain" or all(p.verdict == "does_not_fit" for p in found)):
+        found = list(judged(job, model, hardware, axes))
     chosen = _choose(found)
     fits = chosen.verdict != "does_not_fit"
     return Plan(
@@ -75,6 +76,8 @@ def plan(
 
 def _axes(model: ModelSpec, *, trained_only: bool) -> tuple[str, ...]:
     """The axes beside data whose degrees are open where the request leaves them so."""
+    if model.family == "generic":
+        return ()  # its dims have no names to cut
     if not trained_only:
         return ("tensor", "pipeline")
     return () if any(dim.parts for tensor in model.block for dim in tensor.dims) else ("tensor",)
