@@ -47,6 +47,14 @@ def test_what_is_not_finite_stays_so() -> None:
     assert torch.equal(found.nan_to_num(1.0), values.nan_to_num(1.0))
 
 
+def test_what_carries_beyond_the_largest_number_is_infinite() -> None:
+    """And a NaN as GPUs make it, all ones, stays one: a carry would leave its sign alone."""
+    words = torch.tensor([0x7F7FFFFF, 0x7FFFFFFF], dtype=torch.int32)
+    largest, nan = round_to_bfloat16_(words.view(torch.float32), torch.full((2,), 0xFFFF, dtype=torch.int32)).tolist()
+    assert largest == float("inf")
+    assert nan != nan
+
+
 def test_noise_is_the_function_it_says() -> None:
     """The same on unsigned numbers, which wrap by definition."""
     by = key(3, 5, "model.layers.0.mlp.up_proj.weight")

@@ -58,7 +58,8 @@ def round_to_bfloat16_(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor
     A float32 is a bfloat16 and 16 bits more: adding 16 random ones carries into it as often as those bits say. What is not finite stays as it is:
     the carry would make a number of it.
     """
-    words = values.view(torch.int32)
-    words += (bits & 0xFFFF) * values.isfinite()
-    words &= torch.where(values.isfinite(), ~0xFFFF, ~0)
+    words, finite = values.view(torch.int32), values.isfinite()
+    carried = (bits & 0xFFFF).mul_(finite)
+    words += carried
+    words &= carried.copy_(finite).mul_(0xFFFF).bitwise_not_()
     return values
