@@ -91,6 +91,12 @@ class ModelSpec:
         """Whether each position is looked up in a table, beyond whose end there is none."""
         return any(t.kind == "lookup" and t.dims[0].name == "positions" for t in self.tensors)
 
+    @cached_property
+    def fused(self) -> tuple[TensorSpec, ...]:
+        """Parameters that are several tensors in one: a tensor axis cuts within each, which no DTensor placement says, so that they are planned
+        over it and not trained."""
+        return tuple(t for t in self.parameters if any(len(dim.parts) > 1 for dim in t.dims))
+
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
         return tuple(Sublayer(layer, kind) for layer in range(self.num_layers) for kind in ("attention", "mlp"))

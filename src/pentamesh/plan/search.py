@@ -20,8 +20,8 @@ from pentamesh.plan.reasons import reasons, why_not
 
 __all__ = ["CLOSE", "judged", "plan"]
 
-# Never more machinery than pays: what is within this share of the fastest and simpler wins. Less is no difference that these times can tell:
-# they leave out casts and copies of parameters and gradients, 10 (sharded) to 24 (DDP) bytes a parameter and micro-batch.
+# Never more machinery than pays: what is within this share of the fastest and simpler wins. A choice, not a measurement: these times leave out
+# casts and copies of parameters and gradients, and no receipt says yet what that is worth.
 CLOSE = 0.08
 # Tensor and pipeline have many degrees: so many of the best are told.
 SHOWN_MULTI_AXIS = 4
@@ -80,7 +80,7 @@ def _axes(model: ModelSpec, *, trained_only: bool) -> tuple[str, ...]:
         return ()  # its dims have no names to cut
     if not trained_only:
         return ("tensor", "pipeline")
-    return () if any(dim.parts for tensor in model.block for dim in tensor.dims) else ("tensor",)
+    return () if model.fused else ("tensor",)
 
 
 def judged(job: Job, model: ModelSpec, hardware: Hardware, axes: Sequence[str] = (), *, lean: bool = False) -> Iterator[Prediction]:

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from pentamesh.layout.mesh import Layout
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.data.batches import IGNORED, Micro
-from pentamesh.run.tensor import vocabulary_loss_sum
+from pentamesh.run.vocabulary import vocabulary_loss_sum
 from pentamesh.run.world import World
 
 __all__ = ["logits", "token_loss_sum"]

@@ -126,9 +126,9 @@ def _show_casts(built: nn.Module, dtype: torch.dtype) -> None:
         return getter
 
     for module in built.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owner = getattr(parameter, TIED, None)
-            show(module, **{name: cast_to(name, dtype) if owner is None else shared(name, owner)})
+        owners = {name: getattr(parameter, TIED, None) for name, parameter in module.named_parameters(recurse=False)}
+        if owners:
+            show(module, {name: shared(name, owner) if owner else cast_to(name, dtype) for name, owner in owners.items()})
     built.register_forward_hook(lambda *_: copies.clear(), always_call=True)
 
 

@@ -18,11 +18,9 @@ __all__ = ["Getter", "cast_to", "show"]
 Getter = Callable[[nn.Module], Any]
 
 
-def show(module: nn.Module, **getters: Getter) -> None:
-    """Let `module` see what the getters give; the registered parameters stay what they are."""
-    kind: Any = type(module)
-    base, known = getattr(kind, "_shown", (kind, {}))
-    module.__class__ = _class_of(base, tuple(sorted((known | getters).items())))
+def show(module: nn.Module, getters: dict[str, Getter]) -> None:
+    """Let `module` see what the getters give under these names; the registered parameters stay what they are."""
+    module.__class__ = _class_of(type(module), tuple(getters.items()))
 
 
 @cache
@@ -34,4 +32,4 @@ def cast_to(name: str, dtype: torch.dtype) -> Getter:
 @cache
 def _class_of(base: type, getters: tuple[tuple[str, Getter], ...]) -> type:
     properties: dict[str, Any] = {name: property(getter) for name, getter in getters}
-    return type(base.__name__, (base,), {"__module__": base.__module__, "_shown": (base, dict(getters)), **properties})
+    return type(base.__name__, (base,), {"__module__": base.__module__, **properties})

@@ -20,8 +20,8 @@ from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.data.batches import Micro
 from pentamesh.run.loss import token_loss_sum
+from pentamesh.run.partial import sum_partial_gradients
 from pentamesh.run.place import local
-from pentamesh.run.tensor import sum_partial_gradients
 from pentamesh.run.world import World
 
 __all__ = ["StepResult", "Trainee", "accumulate", "grad_norm", "take_step"]

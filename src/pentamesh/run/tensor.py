@@ -18,15 +18,16 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from pentamesh.errors import InputError
 from pentamesh.layout.mesh import Layout
-from pentamesh.layout.rules import cutting_axes, partial_axes
+from pentamesh.layout.rules import cutting_axes
 from pentamesh.layout.split import split
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.world import World
 
-__all__ = ["ATTENTION", "cross_borders", "cut", "sum_partial_gradients", "vocabulary_loss_sum"]
+__all__ = ["ATTENTION", "cross_borders", "cut"]
 
 AXIS = ("tp",)
 # Causal attention without a mask: transformers would make one as long as the stream, which sequence parallel has cut.
@@ -35,7 +36,9 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_attention_forward)
 
 
 def cut(built: nn.Module, model: ModelSpec, layout: Layout, world: World) -> None:
-    """Give every parameter, still without storage, the shape that this rank works with."""
+    """Give every parameter, still without storage, the shape that this rank works with. Raises InputError for a model with fused ones."""
+    if fused := model.fused:
+        raise InputError(f"{fused[0]} is fused of several: such tensors are not cut over tensor ranks yet", hint="use tensor = 1")
     for tensor in model.parameters:
         whole = built.get_parameter(tensor.name)
         shape = split(tensor, Role.USE, layout).local_shape(world.rank)
@@ -169,65 +172,3 @@ class _Rows:
     def after(self, _module: nn.Module, _args: object, output: torch.Tensor) -> torch.Tensor:
         foreign, self.foreign = self.foreign, None
         return output.masked_fill(foreign.unsqueeze(-1), 0.0) if foreign is not None else output
-
-
-# Gradients and loss
-
-
-def sum_partial_gradients(parameters: dict[str, torch.Tensor], model: ModelSpec, world: World) -> None:
-    """Sum over tensor ranks, in place and as one buffer, the gradients of which each has a part: those of what all hold and each applies to
-    its own heads or tokens (`layout.rules.partial_axes`). Collective over the tensor axis."""
-    layout = world.layout
-    partial = [t for t in model.parameters if "tp" in partial_axes(t, layout)]
-    if layout.mesh.tp == 1 or not partial:
-        return
-    sizes = [split(t, Role.STATE, layout).max_local_numel for t in partial]  # the same on every rank, however uneven the cut
-    grads = [_local_gradient(parameters[t.name]) for t in partial]
-    buffer = grads[0].new_zeros(sum(sizes))
-    places = [place[: grad.numel()].view_as(grad) for place, grad in zip(buffer.split(sizes), grads, strict=True)]
-    torch._foreach_copy_(places, grads)
-    with world.bookkeeping():
-        dist.all_reduce(buffer, group=world.group(AXIS))
-    torch._foreach_copy_(grads, places)
-
-
-def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    grad: Any = parameter.grad
-    return grad.to_local() if hasattr(grad, "to_local") else grad
-
-
-def vocabulary_loss_sum(logits: torch.Tensor, labels: torch.Tensor, ignored: int, model: ModelSpec, world: World) -> torch.Tensor:
-    """Sum of the cross-entropies of the labels that are not `ignored`, where each tensor rank has the logits of its part of the vocabulary.
-
-    Shapes: logits [tokens, local vocabulary], labels [tokens]. No rank ever holds the whole logits; three numbers a token are summed.
-    """
-    head = next(t for t in model.tensors if t.kind == "matmul" and not t.unit)
-    low, count = split(head, Role.USE, world.layout).intervals(world.rank, 0)[0]
-    return _VocabularyLoss.apply(logits, labels, ignored, low, count, world.group(AXIS))
-
-
-class _VocabularyLoss(torch.autograd.Function):
-    """log(sum exp(logits)) - logit of the label, over a vocabulary that is cut; backward is softmax less one at the label."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, ignored: int, low: int, count: int, group: dist.ProcessGroup) -> torch.Tensor:
-        floor = torch.finfo(logits.dtype).min
-        largest = logits.amax(-1) if count else logits.new_full(logits.shape[:1], floor)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        exps = (logits - largest.unsqueeze(-1)).exp_()
-        mine = (labels >= low) & (labels < low + count)
-        index = (labels - low).where(mine, 0).unsqueeze(-1)
-        picked = logits.gather(-1, index).squeeze(-1).where(mine, 0.0) if count else torch.zeros_like(largest)
-        sums = torch.stack([exps.sum(-1), picked])
-        dist.all_reduce(sums, group=group)
-        trained = labels != ignored
-        ctx.save_for_backward(exps.div_(sums[0].unsqueeze(-1)), index, mine & trained, trained)
-        return ((sums[0].log() + largest - sums[1]) * trained).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        softmax, index, mine, trained = ctx.saved_tensors
-        found = softmax * (trained * gradient).unsqueeze(-1)
-        if found.shape[-1]:
-            found.scatter_add_(-1, index, -(mine * gradient).unsqueeze(-1).to(found.dtype))
-        return found, None, None, None, None, None
