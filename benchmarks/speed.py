@@ -94,7 +94,8 @@ def planned(model: ModelSpec, folder: Path, case: Case) -> Plan:
         batch=Batch(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, global_batch=MICRO_BATCH * case.grad_accum * RANKS),
         precision="fp32",
         hardware=f"{RANKS}xCPU",
-        layout=LayoutRequest(shard=shard),
+        # At accumulation 1 both free gathered blocks between forward and backward; with accumulation the choice is what is measured.
+        layout=LayoutRequest(shard=shard, reshard_after_forward=True if shard == "parameters" and case.grad_accum == 1 else "auto"),
     )
     return plan(job, model, read_hardware(job.hardware), trained_only=True)
 

@@ -9,36 +9,27 @@ Exit code 0 with --plan, 3 when nothing fits; without --plan, what would be trai
 from __future__ import annotations
 
 import json
-import os
 import sys
 
-from pentamesh.errors import DoesNotFit, InputError, PentameshError
+from start import ended, speaks
+
+from pentamesh.errors import DoesNotFit, InputError
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan
 from pentamesh.report.terminal import show_plan
-from pentamesh.run.slurm import adopt
 from pentamesh.translate.megatron import read_flags
 
 
 def main() -> int:
-    speaks = True
-    try:
-        adopt()
-        speaks = os.environ.get("RANK", "0") == "0"
-        asked = read_flags(sys.argv[1:], __doc__ or "")
-        found = plan(asked.job, asked.model, asked.hardware)
-        if speaks:
-            show(found, as_json=asked.as_json)
-        if found.verdict == "does_not_fit":
-            return DoesNotFit.exit_code
-        if not asked.plan_only:
-            raise InputError(
-                "what these flags describe is planned and not trained yet", where="pretrain_gpt.py", hint="--plan is content with the plan"
-            )
-    except PentameshError as error:
-        if speaks:
-            print(error, file=sys.stderr)
-        return error.exit_code
+    """Plan what the flags describe, show it once, and refuse to run it."""
+    asked = read_flags(sys.argv[1:], __doc__ or "")
+    found = plan(asked.job, asked.model, asked.hardware)
+    if speaks():
+        show(found, as_json=asked.as_json)
+    if found.verdict == "does_not_fit":
+        return DoesNotFit.exit_code
+    if not asked.plan_only:
+        raise InputError("what these flags describe is planned and not trained yet", where="pretrain_gpt.py", hint="--plan is content with the plan")
     return 0
 
 
@@ -51,4 +42,4 @@ def show(found: Plan, *, as_json: bool) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(ended(main))
