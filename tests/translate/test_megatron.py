@@ -21,6 +21,14 @@ from pentamesh.translate.megatron import Pretraining, read_flags
 from pentamesh.translate.megatron_words import REFUSED
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "pretrain_gpt.py"
+
+
+@pytest.fixture(autouse=True)
+def beside_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script finds what lies beside it; `runpy` leaves that to its caller."""
+    monkeypatch.syspath_prepend(str(RECIPE.parent))
+
+
 LINE_D = (
     "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --sequence-parallel --context-parallel-size 1 --num-layers 126 "
     "--hidden-size 16384 --num-attention-heads 128 --seq-length 8192 --micro-batch-size 1 --global-batch-size 2048 --bf16 --use-flash-attn "
@@ -250,7 +258,7 @@ def test_local_kernels_are_torchs_anywhere() -> None:
 
 
 def test_reading_and_planning_is_light() -> None:
-    code = f"import sys; sys.argv = ['', *{LINE_D!r}.split(), '--hardware', '8x8xH100@8x400gbps', '--json']\nimport runpy\n"
+    code = f"import sys; sys.argv = ['', *{LINE_D!r}.split(), '--hardware', '8x8xH100@8x400gbps', '--json']\nimport runpy\nsys.path.insert(0, {str(RECIPE.parent)!r})\n"
     code += f"try: runpy.run_path({str(RECIPE)!r}, run_name='__main__')\nexcept SystemExit: pass\n"
     code += "print(sorted({'torch', 'transformers', 'numpy'} & {n.partition('.')[0] for n in sys.modules}), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -12,8 +12,10 @@ from pentamesh.job.hardware import Hardware, read_hardware, started_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.read import check_trainable, is_hub_data, read_job, resolve
 from pentamesh.job.started import started
+from pentamesh.layout.split import split
 from pentamesh.model.families import generic
 from pentamesh.model.read import read_model, resolved
+from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.plan import Plan
@@ -103,7 +105,8 @@ def _check_runnable(plan: Plan, model: ModelSpec, where: str) -> None:
         hint = "data and tensor are: make the other degrees 1"
         raise InputError(f"{plan.layout.mesh} is planned but not trained yet", where=where, hint=hint)
     if plan.layout.mesh.tp > 1 and (fused := model.fused):
-        what = f"tensor = {plan.layout.mesh.tp} cuts {fused[0]} and {len(fused) - 1} more fused tensors: planned but not trained yet"
+        first = split(fused[0], Role.STATE, plan.layout)
+        what = f"tensor = {plan.layout.mesh.tp} cuts {first} and {len(fused) - 1} more fused tensors: planned but not trained yet"
         raise InputError(what, where=f"{where} layout.tensor", hint="the data axes train this model: use tensor = 1")
 
 
