@@ -258,7 +258,8 @@ def test_local_kernels_are_torchs_anywhere() -> None:
 
 
 def test_reading_and_planning_is_light() -> None:
-    code = f"import sys; sys.argv = ['', *{LINE_D!r}.split(), '--hardware', '8x8xH100@8x400gbps', '--json']\nimport runpy\nsys.path.insert(0, {str(RECIPE.parent)!r})\n"
+    code = f"import sys; sys.argv = ['', *{LINE_D!r}.split(), '--hardware', '8x8xH100@8x400gbps', '--json']\n"
+    code += f"import runpy; sys.path.insert(0, {str(RECIPE.parent)!r})\n"
     code += f"try: runpy.run_path({str(RECIPE)!r}, run_name='__main__')\nexcept SystemExit: pass\n"
     code += "print(sorted({'torch', 'transformers', 'numpy'} & {n.partition('.')[0] for n in sys.modules}), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
