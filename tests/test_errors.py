@@ -25,7 +25,7 @@ def test_tree_is_as_drawn() -> None:
     classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, PentameshError)]
     assert drawn == {c.__name__: c.exit_code for c in classes}
     assert {c.__bases__[0] for c in classes if c is not PentameshError} == {PentameshError}
-    assert {c.__name__ for c in classes} | {"Problem", "unexpected"} == set(errors.__all__)
+    assert {c.__name__ for c in classes} | {"Problem", "reason", "unexpected"} == set(errors.__all__)
 
 
 def test_all_problems_are_read_at_once() -> None:

@@ -16,10 +16,12 @@ import traceback
 from dataclasses import dataclass
 from typing import ClassVar
 
-__all__ = ["DoesNotFit", "Drift", "InputError", "PentameshError", "Problem", "RunFailed", "unexpected"]
+__all__ = ["DoesNotFit", "Drift", "InputError", "PentameshError", "Problem", "RunFailed", "reason", "unexpected"]
 
 # Of a path that is too long for the system its beginning says enough.
 PATH_SHOWN = 200
+# Of what a library says of a failure, before its advice begins.
+REASON_SHOWN = 160
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,12 @@ class RunFailed(PentameshError):
     """The run started and could not go on."""
 
     exit_code = 5
+
+
+def reason(error: BaseException) -> str:
+    """What a library says of a failure, on one line; its kind where it says nothing."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) <= REASON_SHOWN else said[:REASON_SHOWN] + " ..."
 
 
 def unexpected(error: Exception) -> PentameshError:

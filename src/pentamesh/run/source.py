@@ -7,14 +7,13 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from pentamesh.errors import InputError
+from pentamesh.errors import InputError, reason
 from pentamesh.job.job import Model
 from pentamesh.model.gguf import gguf_file
 from pentamesh.run.unpack import gguf_tokenizer, unpacked
 
 __all__ = ["model_folder", "model_source", "tokenizer_of"]
 
-REASON_SHOWN = 160
 # Weights as safetensors, and what describes them: never pickles, never code.
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 
@@ -47,7 +46,7 @@ def model_source(model: Model) -> Path:
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise InputError(
-            f"model {model.name!r} is neither a folder with a config.json nor a hub id that can be reached{offline}: {_reason(error)}",
+            f"model {model.name!r} is neither a folder with a config.json nor a hub id that can be reached{offline}: {reason(error)}",
             where="model.name",
             hint="give a folder, or log in with `hf auth login` and check the name",
         ) from error
@@ -61,13 +60,7 @@ def tokenizer_of(source: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
         raise InputError(
-            f"no tokenizer can be read from {source}: {_reason(error)}",
+            f"no tokenizer can be read from {source}: {reason(error)}",
             where="model.name",
             hint="the folder needs tokenizer.json and tokenizer_config.json beside config.json",
         ) from error
-
-
-def _reason(error: Exception) -> str:
-    """What a library says of a failure, on one line and without its advice."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) <= REASON_SHOWN else said[:REASON_SHOWN] + " ..."

@@ -44,12 +44,12 @@ class Standing:
 
     def look(self, trainee: Trainee) -> None:
         """Count what stands now."""
-        cut = SHARDED_KINDS[trainee.world.layout.shard]
+        layout = trainee.world.layout
         resting, gathered = list(trainee.parameters.values()), list(_gathered(trainee.module))
         moments = [t for state in trainee.optimizer.state.values() for t in state.values()]
-        whole = Role.STATE in cut and Role.WEIGHT not in cut
+        whole = layout.cuts_state and not layout.cuts_weights
         masters = resting if whole and {t.dtype for t in resting} != {t.dtype for t in gathered} else []
-        waiting = [] if Role.GRADIENT in cut else list(_unreduced(trainee.module))
+        waiting = [] if Role.GRADIENT in SHARDED_KINDS[layout.shard] else list(_unreduced(trainee.module))
         self.weights = max(self.weights, storage_bytes(gathered if whole else resting))
         self.gradients = max(self.gradients, storage_bytes([*_reduced(trainee), *waiting]))
         self.optimizer = max(self.optimizer, storage_bytes([*masters, *moments]))

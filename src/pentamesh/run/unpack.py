@@ -11,12 +11,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from pentamesh.checkpoint.disk import discard, publish, write_text
 from pentamesh.checkpoint.export import RECORD
 from pentamesh.checkpoint.gguf import write_dequantised
-from pentamesh.errors import InputError
+from pentamesh.errors import InputError, reason
 from pentamesh.model.gguf import INSTEAD, read_gguf
 
 __all__ = ["gguf_tokenizer", "unpacked"]
 
-REASON_SHOWN = 160
 # How byte-level vocabularies split text, by the name in the file: those that transformers knows, those that it splits as GPT-2 does, and one more.
 KNOWN_SPLITS = ("gpt-2", "llama-bpe", "llama3", "llama-v3", "qwen2", "deepseek-r1-qwen", "tekken", "smollm")
 
@@ -56,7 +55,7 @@ def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
     try:
         found = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     except Exception as error:  # of a reader of foreign files
-        raise InputError(f"no tokenizer can be read from {gguf.name}: {str(error)[:REASON_SHOWN]}", where=str(gguf), hint=INSTEAD) from error
+        raise InputError(f"no tokenizer can be read from {gguf.name}: {reason(error)}", where=str(gguf), hint=INSTEAD) from error
     if split == "smollm":
         _split_digits(found)
     found.model_max_length = metadata.get(f"{metadata.get('general.architecture')}.context_length", found.model_max_length)

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pentamesh.errors import InputError
+from pentamesh.errors import InputError, reason
 from pentamesh.job.job import Data
 from pentamesh.job.read import is_hub_data
 from pentamesh.run.data.rows import READERS, HubSplit, Place
@@ -19,7 +19,6 @@ __all__ = ["find_files", "find_places", "hub_split"]
 
 # What turns files into tables without running code that came with them. Source: datasets, packaged_modules.
 SAFE_BUILDERS = ("arrow", "csv", "json", "parquet", "text")
-REASON_SHOWN = 160
 
 
 def find_places(data: Data, key: str, base: Path) -> tuple[Place, ...]:
@@ -105,10 +104,9 @@ def _unreachable(name: str, subset: str | None, split: str, key: str, error: Exc
     cause: BaseException = error
     while cause.__cause__:
         cause = cause.__cause__
-    said = " ".join(str(cause).split()) or type(cause).__name__
     asked = f"{name}, subset {subset}, split {split}" if subset else f"{name}, split {split}"
     return InputError(
-        f"{asked} is neither a file here nor data that the hub gives{offline}: {said[:REASON_SHOWN]}",
+        f"{asked} is neither a file here nor data that the hub gives{offline}: {reason(cause)}",
         where=key,
         hint="check the name, data.subset and the split; for data of your own give a file",
     )
