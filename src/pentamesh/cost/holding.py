@@ -149,6 +149,7 @@ def _local_numel(tensors: tuple[TensorSpec, ...], role: Role, layout: Layout) ->
     return sum(split(t, role, layout).max_local_numel for t in tensors)
 
 
+@lru_cache(maxsize=4096)
 def _alike(role: Role, layout: Layout) -> tuple[Role, Layout]:
     """A role and layout in which tensors are held as in these: of what is stored, it only matters whether the strategy cuts it."""
     if role in STORE:

@@ -7,6 +7,7 @@ gradients are reduced, and the optimizer's step. Everything per tensor comes fro
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pentamesh.cost import activations
 from pentamesh.cost.holding import NF4_BYTES, Holding, resting, states
@@ -208,7 +209,7 @@ class _Rank:
 
     # Activations
 
-    @property
+    @cached_property
     def _block_kept(self) -> int:
         return self._saved(activations.kept(self.held.model, self._layout, *self._shape, self.precision.compute, self.policy.recompute))
 
@@ -216,6 +217,12 @@ class _Rank:
         """Blocks that wait for backward: `layers` of this micro-batch, all of the others in flight, under 1F1B one for each stage that follows."""
         others = min(self.policy.grad_accum, self._layout.mesh.pp - self.stage) - 1
         return others * self._layers + layers
+
+    @cached_property
+    def _head_kept(self) -> int:
+        if not self._is_last:
+            return 0
+        return self._saved(activations.head(self.held.model, self._layout, *self._shape, self.precision.compute))
 
     @property
     def _offloads(self) -> bool:
@@ -227,10 +234,10 @@ class _Rank:
 
     def _activations(self, layers: int) -> int:
         """What `layers` blocks keep, and the head; of blocks whose inputs wait elsewhere those of the one at work and of the next."""
-        once = self._saved(activations.head(self.held.model, self._layout, *self._shape, self.precision.compute)) if self._is_last else 0
         num_kept = self._num_kept(layers)
-        return (min(num_kept, 2) if self._offloads else num_kept) * self._block_kept + once
+        return (min(num_kept, 2) if self._offloads else num_kept) * self._block_kept + self._head_kept
 
+    @cached_property
     def _block_working_set(self) -> int:
         """What the backward of one block adds: what it computes again, and the gradients of its widest part.
 
@@ -256,7 +263,7 @@ class _Rank:
     def _backward(self, layers: int) -> _Moment:
         """The backward of a block, the last of `layers` that have still to go back."""
         working = self._used(layers) + self._unreduced(layers) + self._one_block()
-        return self._moment(self._gradients(layers), working, activations=self._activations(layers) + self._block_working_set())
+        return self._moment(self._gradients(layers), working, activations=self._activations(layers) + self._block_working_set)
 
     def _end_of_backward(self) -> _Moment:
         """The root's gradients, complete only now, are cast and reduced as one; DDP reduces them in its buckets, where they lie."""

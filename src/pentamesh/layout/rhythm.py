@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, TOKEN_AXES, Layout
@@ -23,6 +24,8 @@ from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 
 __all__ = ["LedgerRow", "buckets", "ledger", "partial_sums", "rhythm"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -82,15 +85,18 @@ def rhythm(model: ModelSpec, layout: Layout, policy: Policy, precision: Precisio
 def _parameters(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, rank: int) -> Iterator[Crossing]:
     compute, reduce, weight = ITEMSIZE[precision.compute], ITEMSIZE[precision.reduce], ITEMSIZE[precision.weight]
     if not layout.cuts_state:
+        reduced = _reduction(Role.GRADIENT, layout, weight, policy, rank)
         for bucket in buckets(model, layout, weight, rank):
-            yield from _reduced(bucket, Role.GRADIENT, layout, weight, policy, rank)
+            yield from reduced(bucket)
         return
     # What the optimizer updates is cut with its state, whatever else is: from there weights are gathered, and thither gradients go.
+    gather = _once_a_kind(lambda t: moves(t, Role.STATE, Role.USE, layout, compute, rank))
+    reduced = _reduction(Role.STATE, layout, reduce, policy, rank)
     for unit, tensors in model.units.items():
-        gathered = _fused(moves(t, Role.STATE, Role.USE, layout, compute, rank) for t in tensors)
+        gathered = _fused(map(gather, tensors))
         for phase, count in zip(("forward", "backward"), _gathers(unit, policy), strict=True):
             yield from (Crossing(phase, move, count) for move in gathered)
-        yield from _reduced(tensors, Role.STATE, layout, reduce, policy, rank)
+        yield from reduced(tensors)
 
 
 def _gathers(unit: str, policy: Policy) -> tuple[int, int]:
@@ -108,16 +114,29 @@ def _reductions(policy: Policy) -> dict[str, int]:
     }
 
 
-def _reduced(tensors: Iterable[TensorSpec], target: Role, layout: Layout, itemsize: int, policy: Policy, rank: int) -> Iterator[Crossing]:
-    """The gradients of tensors that are reduced in one buffer, over the data axes; partial sums over tensor ranks wait for the end of the step."""
+def _reduction(target: Role, layout: Layout, itemsize: int, policy: Policy, rank: int) -> Callable[[Iterable[TensorSpec]], Iterator[Crossing]]:
+    """How gradients of tensors that share a buffer are reduced over the data axes; partial sums over tensor ranks wait for the end of the step."""
 
     def computed(tensor: TensorSpec) -> Split:
         held = split(tensor, Role.COMPUTED, layout)
         return replace(held, partial=tuple(axis for axis in held.partial if axis != "tp"))
 
     counts = _reductions(policy)
-    for move in _fused(crossing(computed(t), split(t, target, layout), itemsize, rank=rank) for t in tensors):
-        yield Crossing("backward", move, counts[move.kind])
+    cross = _once_a_kind(lambda t: crossing(computed(t), split(t, target, layout), itemsize, rank=rank))
+    return lambda tensors: (Crossing("backward", move, counts[move.kind]) for move in _fused(map(cross, tensors)))
+
+
+def _once_a_kind(computed: Callable[[TensorSpec], T]) -> Callable[[TensorSpec], T]:
+    """`computed`, remembered for tensors of the same dims that meet the same activation: the layers of a model are mostly alike."""
+    known: dict[object, T] = {}
+
+    def found(tensor: TensorSpec) -> T:
+        kind = tensor.dims, tensor.acts_on
+        if kind not in known:
+            known[kind] = computed(tensor)
+        return known[kind]
+
+    return found
 
 
 def _fused(crossed: Iterable[tuple[Move, ...]]) -> list[Move]:
@@ -136,9 +155,10 @@ def buckets(model: ModelSpec, layout: Layout, itemsize: int, rank: int = 0) -> l
     """
     found: list[list[TensorSpec]] = [[]]
     size = 0
+    numel = _once_a_kind(lambda t: math.prod(split(t, Role.USE, layout).local_shape(rank)))
     for tensor in reversed(model.parameters):  # in forward order, the embedding first even when it is also the head
         found[-1].append(tensor)
-        size += math.prod(split(tensor, Role.USE, layout).local_shape(rank)) * itemsize
+        size += numel(tensor) * itemsize
         if size >= DDP_BUCKET_BYTES:
             found.append([])
             size = 0

@@ -13,7 +13,7 @@ from pentamesh.job.device import find_gpu, gpu_names
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Job
 from pentamesh.job.precision import PRECISIONS
-from pentamesh.layout.mesh import Layout
+from pentamesh.layout.mesh import SHARDS
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.candidates import layouts, policies
 from pentamesh.units import format_bytes
@@ -49,26 +49,17 @@ class _Asked:
         self.model, self.hardware = model, hardware
 
     def verdict(self, job: Job, hardware: Hardware | None = None) -> Verdict:
-        """The best verdict of any layout with least memory; the global batch is rounded up to what the ranks divide."""
+        """The verdict of the layout that holds least; the global batch is rounded up to what the ranks divide."""
         hardware = hardware or self.hardware
         ranks = job.batch.micro_batch * hardware.num_devices
         rounded = job.batch.model_copy(update={"global_batch": -(-job.batch.global_batch // ranks) * ranks})
         job = job.model_copy(update={"batch": rounded})
-        best: Verdict = "does_not_fit"
         try:
-            candidates = layouts(job, self.model, hardware)
+            leanest = max(layouts(job, self.model, hardware), key=lambda layout: (SHARDS.index(layout.shard), layout.mesh.dp_shard))
         except InputError:
-            return best
-        for layout in reversed(candidates):  # what is cut most comes last, and fits first
-            found = self._judge(job, layout, hardware)
-            if found == "fits":
-                return found
-            best = found if found == "at_risk" else best
-        return best
-
-    def _judge(self, job: Job, layout: Layout, hardware: Hardware) -> Verdict:
-        held = Holding(self.model, layout, job.method)
-        policy = next(policies(layout, job, lean=True))
+            return "does_not_fit"
+        held = Holding(self.model, leanest, job.method)
+        policy = next(policies(leanest, job, lean=True))
         return predict(held, policy, PRECISIONS[job.precision], job.batch, hardware).verdict
 
     def tried(self, job: Job, sentence: str, hardware: Hardware | None = None) -> Iterator[str]:
