@@ -38,12 +38,13 @@ def test_parts_add_up_to_the_expected_peak(layout: Layout, kind: str) -> None:
 
 def test_levers() -> None:
     lean = peak().peak_bytes.expected
-    assert peak(policy=replace(LEAN, recompute="none")).peak_bytes.expected > lean + 20e9  # 32 blocks of 25 copies of the stream
+    assert peak(policy=replace(LEAN, recompute="none")).peak_bytes.expected > lean + 15e9  # 32 blocks of 16 copies of the stream
     assert lean + 8e9 < peak(policy=replace(LEAN, recompute="selective")).peak_bytes.expected < lean + 14e9  # 12 copies of it
     assert peak(policy=replace(LEAN, reshard=False)).peak_bytes.expected > lean + 10e9  # 2 bytes of every parameter
     assert peak(policy=replace(LEAN, reduce="once")).peak_bytes.expected > lean + 25e9  # 4 bytes of every parameter
     assert peak(precision="bf16-pure").peak_bytes.expected < lean - 6e9
-    assert peak(batch=Batch(seq_len=2048)).peak_bytes.expected < lean
+    # Reducing the root's gradients is fullest, however short the sequence, until activations are more.
+    assert peak(batch=Batch(seq_len=2048)).peak_bytes.expected == lean < peak(batch=Batch(seq_len=32768)).peak_bytes.expected
 
 
 def test_offloading_moves_block_inputs_to_the_host() -> None:

@@ -121,9 +121,12 @@ def test_the_estimate_of_activations_is_exact_where_a_family_lists_them() -> Non
         sizes = {key: getattr(spec, key) for key in ("hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim")}
         estimated = replace(spec, kept=generic.kept(spec.tensors, sizes))
         listed, guessed = (local_bytes(block(m, Layout(), 1, 4096, "bfloat16"), Layout()) for m in (spec, estimated))
+        # The modules of a described family keep neither the activated gate nor what norms have normalised, and what these read is no wider.
+        lean = 4096 * (2 * spec.ffn + 8 * spec.hidden) if spec.family != "gpt2" else 0
+        lean += 4096 * 4 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim if spec.family == "qwen3" else 0
         # Qwen3's queries and keys are normed in place of being kept twice; GPT-2 has no gate, and an activation function in five operations.
         low, high = {"qwen3": (1, 1.1), "gpt2": (0.75, 1)}.get(spec.family, (0.999, 1.001))
-        assert low <= guessed / listed <= high, entry.id
+        assert low <= guessed / (listed + lean) <= high, entry.id
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "glm4", "phi3", "mixtral", "qwen3_moe", "phi"])

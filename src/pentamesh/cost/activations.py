@@ -1,8 +1,8 @@
 """What autograd keeps of a forward pass: an explicit list of saved tensors, each with named dims, so that `split` says what a rank holds.
 
-The lists are those of transformers' modules run eagerly with scaled-dot-product attention: for Llama, Mistral, Qwen2, Qwen3
-and GPT-2 blocks they equal, to the byte, what saved-tensor hooks record, and under checkpointing what stays allocated
-(tests/cost/test_activations.py). Fused kernels save less. What blocks of other families keep is estimated from the widths of their tensors.
+The lists are those of transformers' modules with scaled-dot-product attention and the norms and gated products of pentamesh.run.lean, run
+eagerly: for Llama, Mistral, Qwen2, Qwen3 and GPT-2 blocks they equal, to the byte, what saved-tensor hooks record, and under checkpointing what
+stays allocated (tests/cost/test_activations.py). Fused kernels save less. What blocks of other families keep is estimated from the widths of their tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal
 
 from pentamesh.job.precision import ITEMSIZE
 from pentamesh.layout.mesh import DATA_AXES, Layout
+from pentamesh.layout.policy import tokens_at_once
 from pentamesh.layout.split import split
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.families.gpt2 import DROPOUT
@@ -23,6 +24,8 @@ __all__ = ["Recompute", "Saved", "again", "block", "head", "kept", "local_bytes"
 
 Recompute = Literal["none", "selective", "full"]
 
+# Of a block, what its first norm reads, and all that stays of it when it is computed again.
+ENTERED = "block input"
 _FLOAT32 = ITEMSIZE["float32"]
 _INT64 = 8
 
@@ -68,7 +71,8 @@ def block(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, comp
     if model.kept is not None:
         return _estimated(model.kept, shapes, size)
     norm, mlp = (_layer_norm, _plain_mlp) if model.family == "gpt2" else (_norm, _mlp)
-    return (*norm("input_norm", shapes, size), *_attention(shapes, size), *norm("post_norm", shapes, size), *mlp(shapes, size), *_dropped(shapes))
+    first, second = norm(ENTERED, "input_norm", shapes, size), norm("stream between", "post_norm", shapes, size)
+    return (*first, *_attention(shapes, size), *second, *mlp(shapes, size), *_dropped(shapes))
 
 
 def kept(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, recompute: Recompute) -> tuple[Saved, ...]:
@@ -76,7 +80,7 @@ def kept(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compu
     if recompute == "none":
         return block(model, layout, micro_batch, seq_len, compute)
     shapes, size = _Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
-    entered = Saved("block input", shapes(shapes.hidden), Role.CARRY, size)
+    entered = Saved(ENTERED, shapes(shapes.hidden), Role.CARRY, size)
     return (entered, *(_dear(shapes, size) if recompute == "selective" else ()))
 
 
@@ -91,20 +95,30 @@ def head(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compu
     shapes, size = _Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
     ids = Saved("ids and labels", shapes(Dim("pair", 2)), Role.USE, _INT64)
     if model.family == "gpt2":
-        return (ids, *_layer_norm("final_norm", shapes, size))
+        return (ids, *_layer_norm("last stream", "final_norm", shapes, size))
     rotary = (Dim("seq", seq_len), Dim("head_dim", model.head_dim))
-    return (ids, Saved("cos", rotary, Role.USE, size), Saved("sin", rotary, Role.USE, size), *_norm("final_norm", shapes, size))
+    return (ids, Saved("cos", rotary, Role.USE, size), Saved("sin", rotary, Role.USE, size), *_norm("last stream", "final_norm", shapes, size))
 
 
-def logits(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int) -> tuple[Saved, ...]:
-    """What the loss holds at its fullest, when backward leaves it.
+def logits(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, kind: str) -> tuple[Saved, ...]:
+    """What the head and its loss hold at their fullest, piece by piece as pentamesh.run.head computes them on a device of this `kind`.
 
-    Log-probabilities that log_softmax saved, the dense gradient of the picked ones and the gradient of the logits, all float32; the logits
-    themselves are freed before. Source: torch `cross_entropy` = log_softmax + nll_loss, in pentamesh.run.loss.
+    The logits of a piece, which become their own gradients, and these as matmuls read them; the gradients of the stream and of the head. Of what
+    no family describes, the logits of all tokens when backward leaves the loss: log-probabilities that log_softmax saved, the dense gradient of
+    the picked ones and the gradient of the logits. Source: torch `cross_entropy` = log_softmax + nll_loss.
     """
-    shapes = _Shapes(model, layout, micro_batch, seq_len)
-    dims = shapes(Dim("vocab", model.vocab))
-    return tuple(Saved(name, dims, Role.USE, _FLOAT32) for name in ("log-probabilities", "their gradient", "gradient of logits"))
+    shapes, size = _Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
+    wide, vocab = max(_FLOAT32, size), Dim("vocab", model.vocab)
+    if not model.is_described:
+        return tuple(Saved(name, shapes(vocab), Role.USE, wide) for name in ("log-probabilities", "their gradient", "gradient of logits"))
+    tokens = local_tokens(layout, micro_batch, seq_len)
+    piece = tokens if layout.mesh.tp > 1 else min(tokens, tokens_at_once(model.vocab, kind))
+    cast = size if size != wide else 0
+    return (
+        Saved("logits", (Dim("piece", piece), vocab), Role.USE, wide + cast),
+        Saved("gradient of the stream", shapes(shapes.hidden), Role.USE, size),
+        Saved("gradient of the head", (vocab, shapes.hidden), Role.USE, wide + cast if piece < tokens else size),
+    )
 
 
 def local_bytes(saved: tuple[Saved, ...], layout: Layout) -> int:
@@ -117,18 +131,17 @@ def local_tokens(layout: Layout, micro_batch: int, seq_len: int) -> int:
     return micro_batch * -(-seq_len // layout.mesh.cp)
 
 
-def _norm(name: str, shapes: _Shapes, size: int) -> Iterator[Saved]:
-    """An RMS norm of the stream: the float32 input and 1/rms, the normalised input for the weight's gradient, the output for the next matmul."""
+def _norm(read: str, name: str, shapes: _Shapes, size: int) -> Iterator[Saved]:
+    """An RMS norm of the stream: what it reads and 1/rms, and the output for the next matmul."""
     stream = shapes(shapes.hidden)
-    yield Saved(f"{name} input in float32", stream, Role.CARRY, max(_FLOAT32, size))
-    yield Saved(f"{name} 1/rms", shapes(), Role.CARRY, _FLOAT32)
-    yield Saved(f"{name} normalised", stream, Role.CARRY, size)
+    yield Saved(read, stream, Role.CARRY, size)
+    yield Saved(f"{name} 1/rms", shapes(), Role.CARRY, max(_FLOAT32, size))
     yield Saved(f"{name} output", stream, Role.USE, size)
 
 
-def _layer_norm(name: str, shapes: _Shapes, size: int) -> Iterator[Saved]:
+def _layer_norm(read: str, name: str, shapes: _Shapes, size: int) -> Iterator[Saved]:
     """A LayerNorm of the stream: its input, mean and 1/deviation, and the output for the next matmul."""
-    yield Saved(f"{name} input", shapes(shapes.hidden), Role.CARRY, size)
+    yield Saved(read, shapes(shapes.hidden), Role.CARRY, size)
     yield Saved(f"{name} mean and 1/deviation", shapes(Dim("pair", 2)), Role.CARRY, size)
     yield Saved(f"{name} output", shapes(shapes.hidden), Role.USE, size)
 
@@ -137,9 +150,8 @@ def _attention(shapes: _Shapes, size: int) -> Iterator[Saved]:
     """Queries, keys and values after rotation, the output (which o_proj also reads) and the log-sum-exp."""
     if any(".q_norm." in t.name for t in shapes.model.block):
         for name, dim, heads in (("q_norm", shapes.q, "heads"), ("k_norm", shapes.kv, "kv_heads")):
-            yield Saved(f"{name} input in float32", shapes(dim), Role.USE, max(_FLOAT32, size))
-            yield Saved(f"{name} 1/rms", shapes(Dim(heads, dim.num_units)), Role.USE, _FLOAT32)
-            yield Saved(f"{name} normalised", shapes(dim), Role.USE, size)
+            yield Saved(f"{name} input", shapes(dim), Role.USE, size)
+            yield Saved(f"{name} 1/rms", shapes(Dim(heads, dim.num_units)), Role.USE, max(_FLOAT32, size))
     yield Saved("queries", shapes(shapes.q), Role.USE, size)
     yield Saved("keys", shapes(shapes.kv), Role.USE, size)
     yield Saved("values", shapes(shapes.kv), Role.USE, size)
@@ -165,7 +177,7 @@ def _dear(shapes: _Shapes, size: int) -> Iterator[Saved]:
 
 
 def _estimated(kept: Kept, shapes: _Shapes, size: int) -> tuple[Saved, ...]:
-    """By widths alone: what matmuls read and write, norms as `_norm` lists them, and the log-sum-exp of attention."""
+    """By widths alone: what matmuls read and write, norms as transformers writes them out, and the log-sum-exp of attention."""
     matmuls, norms, heads = Dim("matmuls", kept.by_matmuls), Dim("norms", kept.by_norms), Dim("heads", shapes.model.num_heads)
     return (
         Saved("beside matmuls", shapes(matmuls), Role.USE, size),
@@ -176,8 +188,8 @@ def _estimated(kept: Kept, shapes: _Shapes, size: int) -> tuple[Saved, ...]:
 
 
 def _mlp(shapes: _Shapes, size: int) -> Iterator[Saved]:
-    """A gated MLP: gate, up, the activated gate and the product that down_proj reads."""
-    for name in ("gate", "up", "act(gate)", "product"):
+    """A gated MLP: gate, up, and the product that down_proj reads."""
+    for name in ("gate", "up", "product"):
         yield Saved(name, shapes(Dim("ffn", shapes.model.ffn)), Role.USE, size)
 
 

@@ -248,6 +248,10 @@ class _Rank:
         again = self._saved(activations.again(model, self._layout, *self._shape, self.precision.compute, self.policy.recompute))
         return again + tokens * (3 * compute * model.ffn // self._layout.mesh.tp + (2 * compute + ITEMSIZE["float32"]) * model.hidden)
 
+    @property
+    def _logits(self) -> tuple[activations.Saved, ...]:
+        return activations.logits(self.held.model, self._layout, *self._shape, self.precision.compute, self.kind)
+
     # Moments
 
     def _moment(self, gradients: int, working: int, **passing: int) -> _Moment:
@@ -255,7 +259,7 @@ class _Rank:
 
     def _loss(self) -> _Moment:
         layers = self._layers
-        logits = self._saved(activations.logits(self.held.model, self._layout, *self._shape)) if self._is_last else 0
+        logits = self._saved(self._logits) if self._is_last else 0
         return self._moment(
             self._gradients(layers), self._used(layers) + self._unreduced(layers), activations=self._activations(layers), logits=logits
         )

@@ -42,7 +42,7 @@ def grad_accum(layout: Layout, batch: Batch) -> int:
 
 def _described(asked: _Asked) -> Iterator[Problem]:
     axes = [axis for axis in ("tp", "pp", "cp", "ep") if asked.layout.mesh.degree(axis) > 1]
-    if axes and asked.model.family == "generic":
+    if axes and not asked.model.is_described:
         yield Problem(
             f"the family of {asked.model.name} is not described: its dimensions have no names to cut along {', '.join(axes)}",
             "layout",
@@ -52,7 +52,7 @@ def _described(asked: _Asked) -> Iterator[Problem]:
 
 def _tensor(asked: _Asked) -> Iterator[Problem]:
     tp, model = asked.layout.mesh.tp, asked.model
-    if tp == 1 or model.family == "generic":
+    if tp == 1 or not model.is_described:
         return
     works = divisors(math.gcd(model.num_heads, model.num_kv_heads))
     for dim, units in (("heads", model.num_heads), ("kv_heads", model.num_kv_heads)):
@@ -73,7 +73,7 @@ def _pipeline(asked: _Asked) -> Iterator[Problem]:
 
 def _experts(asked: _Asked) -> Iterator[Problem]:
     mesh = asked.layout.mesh
-    if mesh.ep == 1 or asked.model.family == "generic":
+    if mesh.ep == 1 or not asked.model.is_described:
         return
     experts = {dim.num_units for tensor in asked.model.block for dim in tensor.dims if dim.name == "experts"}
     if not experts:
@@ -110,7 +110,7 @@ def _sequence(asked: _Asked) -> Iterator[Problem]:
             "layout.sequence_parallel",
             f"leave it out, or use seq_len = {min(windows)}",
         )
-    if mesh.cp > 1 and layout.context == "ulysses" and asked.model.family != "generic" and asked.model.num_kv_heads % (mesh.cp * mesh.tp):
+    if mesh.cp > 1 and layout.context == "ulysses" and asked.model.is_described and asked.model.num_kv_heads % (mesh.cp * mesh.tp):
         yield Problem(
             f"context x tensor = {mesh.cp * mesh.tp} does not divide kv_heads = {asked.model.num_kv_heads}, over which Ulysses exchanges",
             f"layout.context    {_first(asked, 'kv_heads') or _first(asked, 'heads')}",

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DDP_BUCKET_BYTES", "Policy"]
+__all__ = ["DDP_BUCKET_BYTES", "Policy", "tokens_at_once"]
 
 # The limit of every bucket of torch's DistributedDataParallel, as it is asked for in `run.place`; given one, torch has no smaller first bucket.
 # Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb.
 DDP_BUCKET_BYTES = 25 * 2**20
+# Logits that the head computes at a time, by kind of device: half a gigabyte in float32 on a GPU, on which fewer tokens would not fill a matmul.
+LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,8 @@ class Policy:
             raise ValueError("parameters that stay gathered are not resharded after forward")
         if self.offload and self.recompute != "full":
             raise ValueError("only the inputs of blocks that are wholly computed again are offloaded")
+
+
+def tokens_at_once(vocab: int, kind: str) -> int:
+    """Tokens whose logits, of `vocab` each, the head computes at a time."""
+    return max(1, LOGITS_AT_ONCE[kind] // vocab)

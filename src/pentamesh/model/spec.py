@@ -65,6 +65,11 @@ class ModelSpec:
         """Of what tells models apart at a glance: hashing thousands of tensors would take longer than what is remembered under it."""
         return hash((self.name, self.num_layers, len(self.tensors)))
 
+    @property
+    def is_described(self) -> bool:
+        """Whether a family of ours says what its dims are; of a generic model only shapes are known."""
+        return self.family != "generic"
+
     @cached_property
     def parameters(self) -> tuple[TensorSpec, ...]:
         """The tensors that own storage: tied ones once, under the first name."""

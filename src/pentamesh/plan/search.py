@@ -76,7 +76,7 @@ def plan(
 
 def _axes(model: ModelSpec, *, trained_only: bool) -> tuple[str, ...]:
     """The axes beside data whose degrees are open where the request leaves them so."""
-    if model.family == "generic":
+    if not model.is_described:
         return ()  # its dims have no names to cut
     if not trained_only:
         return ("tensor", "pipeline")

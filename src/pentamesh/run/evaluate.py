@@ -22,7 +22,7 @@ from pentamesh.model.spec import ModelSpec
 from pentamesh.run.data.batches import held_out_batches
 from pentamesh.run.data.prepare import prepare
 from pentamesh.run.data.samples import Samples
-from pentamesh.run.loss import token_loss_sum
+from pentamesh.run.loss import weighted_loss
 from pentamesh.run.place import place
 from pentamesh.run.source import tokenizer_of
 from pentamesh.run.world import World, join
@@ -67,7 +67,7 @@ def held_out(module: nn.Module, samples: Samples, micro_batch: int, model: Model
     loss_sum, num_tokens = 0.0, 0
     for micro in held_out_batches(samples, micro_batch, world.data_rank, world.data_degree, world.layout.seq_multiple):
         micro = micro.to(world.device)
-        loss_sum += float(token_loss_sum(module, micro, model, world))
+        loss_sum += float(weighted_loss(module, micro, model, world.layout))
         num_tokens += micro.num_trained
     module.train(was_training)
     for part in module.modules():

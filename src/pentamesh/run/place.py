@@ -29,7 +29,10 @@ from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.compiled import compile_blocks
-from pentamesh.run.loss import logits
+from pentamesh.run.data.batches import Micro
+from pentamesh.run.head import join_head_and_loss
+from pentamesh.run.lean import keep_less
+from pentamesh.run.loss import weighted_loss
 from pentamesh.run.recompute import recompute
 from pentamesh.run.shown import Getter, cast_to, show
 from pentamesh.run.tensor import ATTENTION, cross_borders, cut
@@ -74,6 +77,8 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     built = build(model, torch_dtype(precision.weight), ATTENTION if layout.sequence_parallel else "sdpa")
     if layout.mesh.tp > 1:
         cut(built, model, layout, world)
+    if model.is_described and not policy.compile:  # what is compiled is fused as a whole
+        keep_less(built)
     recompute(built, policy, world.device)
     if policy.compile:
         compile_blocks(built, model)
@@ -86,7 +91,9 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
         _show_casts(built, torch_dtype(precision.compute))
     if layout.mesh.tp > 1:
         cross_borders(built, model, layout, world)
-    return built if layout.cuts_state or layout.mesh.dp_replicate == 1 else _replicate(built, policy, world)
+    if model.is_described:
+        join_head_and_loss(built, model, world)
+    return built if layout.cuts_state or layout.mesh.dp_replicate == 1 else _replicate(built, model, policy, world)
 
 
 def _fully_shard(built: nn.Module, model: ModelSpec, policy: Policy, precision: Precision, world: World) -> None:
@@ -153,7 +160,7 @@ def _fill(built: nn.Module, model: ModelSpec, layout: Layout, world: World, dtyp
             local(built.get_parameter(tensor.name)).copy_(fill(tensor, held, world.rank, dtype))
 
 
-def _replicate(built: nn.Module, policy: Policy, world: World) -> DistributedDataParallel:
+def _replicate(built: nn.Module, model: ModelSpec, policy: Policy, world: World) -> DistributedDataParallel:
     """DDP over the data axis. The graph is static where torch allows to say so: not with accumulation, which skips reductions."""
     replicated = DistributedDataParallel(
         built,
@@ -165,11 +172,11 @@ def _replicate(built: nn.Module, policy: Policy, world: World) -> DistributedDat
         gradient_as_bucket_view=True,
         static_graph=policy.grad_accum == 1 and policy.recompute == "none",
     )
-    _settle(replicated, policy, world)
+    _settle(replicated, model, policy, world)
     return replicated
 
 
-def _settle(replicated: DistributedDataParallel, policy: Policy, world: World) -> None:
+def _settle(replicated: DistributedDataParallel, model: ModelSpec, policy: Policy, world: World) -> None:
     """Let DDP rebuild its buckets now, on a few tokens that count for nothing.
 
     It orders them anew after the first backward passes it sees, and the order decides how sums are rounded: a resumed run, which would start
@@ -179,8 +186,9 @@ def _settle(replicated: DistributedDataParallel, policy: Policy, world: World) -
     # As many sequences as a micro-batch has, and another number of tokens: what is compiled for them serves any length.
     num_tokens = (policy.micro_batch + 1) * world.layout.seq_multiple
     tokens = torch.zeros((policy.micro_batch, num_tokens), dtype=torch.int64, device=world.device)
+    micro = Micro(tokens, tokens, tokens.numel(), tokens.numel())
     for _ in range(3):
-        (logits(replicated, tokens, world.layout).sum() * 0.0).backward()
+        weighted_loss(replicated, micro, model, world.layout, weight=0.0).backward()
     replicated.zero_grad(set_to_none=False)
 
 

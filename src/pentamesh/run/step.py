@@ -19,7 +19,7 @@ from pentamesh.layout.split import split
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.data.batches import Micro
-from pentamesh.run.loss import token_loss_sum
+from pentamesh.run.loss import weighted_loss
 from pentamesh.run.partial import sum_partial_gradients
 from pentamesh.run.place import local
 from pentamesh.run.world import World
@@ -85,11 +85,11 @@ def accumulate(trainee: Trainee, micros: Sequence[Micro], num_trained: int) -> f
     losses = []
     for index, micro in enumerate(micros):
         with _reducing(module, trainee.policy, last=index == len(micros) - 1):
-            loss = token_loss_sum(module, micro, trainee.model, world)
-            (loss * (factor / num_trained)).backward()
-        losses.append(loss.detach())
+            loss = weighted_loss(module, micro, trainee.model, world.layout, factor / num_trained)
+            loss.backward()
+        losses.append(loss.detach().double() * (num_trained / factor))
     sum_partial_gradients(trainee.parameters, trainee.model, world)
-    return world.sum([float(torch.stack(losses).double().sum())], TOKEN_AXES)[0]
+    return world.sum([float(torch.stack(losses).sum())], TOKEN_AXES)[0]
 
 
 @contextmanager

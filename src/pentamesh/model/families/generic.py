@@ -45,7 +45,7 @@ def check_trainable(model: ModelSpec, method: str, where: str) -> None:
     if model.untrainable:
         what = f"{model.name} is planned but not trained yet: {model.untrainable}"
         raise InputError(what, where=f"{where} model.name", hint="`pentamesh plan` judges it; described families train")
-    if model.family == "generic" and method == "pretrain":
+    if not model.is_described and method == "pretrain":
         what = f"{model.name} is of no described family: what its weights start from is not known here"
         raise InputError(what, where=f"{where} method", hint="use method: full, from published weights")
 
