@@ -175,7 +175,6 @@ def test_processes_share_one_cpu() -> None:
     assert one.device.kind == two.device.kind == "cpu"
     assert two.device.memory_bytes == one.device.memory_bytes // 2
     assert two.device.flop_per_s["float32"] == one.device.flop_per_s["float32"] / 2
-    assert one.device.flop_per_s["float32"] == 95e9 * machine.num_cores()
     assert two.intra.name == "gloo loopback"
     assert any("share this machine's CPU" in note for note in two.notes)
 
@@ -237,3 +236,22 @@ def test_auto_without_a_gpu_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_can_be_a_key() -> None:
     assert isinstance(find_gpu("H100")[0], Device)
     assert len({read_hardware("8xH100"), read_hardware("8xH100")}) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "float32", "bfloat16"),
+    [("avx2 avx512f avx512_bf16", 95e9, 215e9), ("avx2 avx512f", 95e9, 95e9 / 8), ("avx2", 60e9, 7.5e9), (None, 95e9, 215e9)],
+)
+def test_a_cpu_computes_by_its_instructions(
+    flags: str | None, float32: float, bfloat16: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "cpuinfo"
+    if flags is not None:
+        info.write_text(f"processor\t: 0\nflags\t\t: fpu {flags} sse\n")
+    monkeypatch.setattr(machine, "CPUINFO", info)
+    monkeypatch.setattr(machine, "num_cores", lambda: 2)
+    machine._instructions.cache_clear()
+    found = read_hardware("2xCPU")
+    machine._instructions.cache_clear()
+    assert found.device.flop_per_s == {"float32": float32, "bfloat16": bfloat16}
+    assert any("precision = fp32 is faster" in note for note in found.notes) is (bfloat16 < float32)

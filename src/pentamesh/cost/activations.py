@@ -2,7 +2,8 @@
 
 The lists are those of transformers' modules with scaled-dot-product attention and the norms and gated products of pentamesh.run.lean, run
 eagerly: for Llama, Mistral, Qwen2, Qwen3 and GPT-2 blocks they equal, to the byte, what saved-tensor hooks record, and under checkpointing what
-stays allocated (tests/cost/test_activations.py). Fused kernels save less. What blocks of other families keep is estimated from the widths of their tensors.
+stays allocated (tests/cost/test_activations.py). Fused kernels save less. What blocks of other families keep is estimated from the widths of
+their tensors.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def head(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compu
     return (ids, Saved("cos", rotary, Role.USE, size), Saved("sin", rotary, Role.USE, size), *_norm("last stream", "final_norm", shapes, size))
 
 
-def logits(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, kind: str) -> tuple[Saved, ...]:
+def logits(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, kind: str, *, frozen: bool = False) -> tuple[Saved, ...]:
     """What the head and its loss hold at their fullest, piece by piece as pentamesh.run.head computes them on a device of this `kind`.
 
     The logits of a piece, which become their own gradients, and these as matmuls read them; the gradients of the stream and of the head. Of what
@@ -114,11 +115,13 @@ def logits(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, com
     tokens = local_tokens(layout, micro_batch, seq_len)
     piece = tokens if layout.mesh.tp > 1 else min(tokens, tokens_at_once(model.vocab, kind))
     cast = size if size != wide else 0
-    return (
+    there = (
         Saved("logits", (Dim("piece", piece), vocab), Role.USE, wide + cast),
         Saved("gradient of the stream", shapes(shapes.hidden), Role.USE, size),
-        Saved("gradient of the head", (vocab, shapes.hidden), Role.USE, wide + cast if piece < tokens else size),
     )
+    # Of several pieces it is a sum in full width, then cast.
+    own = Saved("gradient of the head", (vocab, shapes.hidden), Role.USE, wide + cast if piece < tokens else size)
+    return there if frozen else (*there, own)
 
 
 def local_bytes(saved: tuple[Saved, ...], layout: Layout) -> int:

@@ -10,7 +10,7 @@ from pentamesh.job.device import Device, host_bytes_per_s
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import DATA_AXES
-from pentamesh.layout.policy import Policy
+from pentamesh.layout.policy import Policy, tokens_at_once
 from pentamesh.model.roles import Role
 
 __all__ = ["Work", "flop_per_token", "offloading_s", "peak_flop_per_s", "tokens_per_step", "work"]
@@ -47,6 +47,8 @@ EFFICIENCY = {
 TRAFFIC_PER_SAVED_BYTE = 12
 # Bytes per logit that the loss reads and writes, in seven passes: cast, largest, difference, exponential, sum, product, cast back.
 TRAFFIC_PER_LOGIT = 48
+# Bytes per element of the head's gradient to which a piece adds its part: that written and read, the sum read and written.
+TRAFFIC_PER_ADDED = 12
 # Eager operations of a block of this family: norms 12, attention 18, MLP 5, residuals 2, casts; twice as many in backward.
 OPERATIONS_PER_BLOCK = 45
 FORWARD, BACKWARD = 1 / 3, 2 / 3
@@ -125,7 +127,11 @@ def _head_s(held: Holding, precision: Precision, batch: Batch, device: Device) -
     reach, tokens = EFFICIENCY[device.kind], activations.local_tokens(held.layout, batch.micro_batch, batch.seq_len)
     logits = tokens * held.model.vocab / held.layout.mesh.tp
     flop = 6 * held.head_numel * tokens
-    return flop / (peak_flop_per_s(device, precision) * reach.matmul) + TRAFFIC_PER_LOGIT * logits / (device.memory_bytes_per_s * reach.memory)
+    pieces = -(-tokens // tokens_at_once(held.model.vocab, device.kind)) if held.layout.mesh.tp == 1 else 1
+    added = TRAFFIC_PER_ADDED * held.head_numel * pieces if pieces > 1 else 0
+    return flop / (peak_flop_per_s(device, precision) * reach.matmul) + (TRAFFIC_PER_LOGIT * logits + added) / (
+        device.memory_bytes_per_s * reach.memory
+    )
 
 
 def _optimizer_s(held: Holding, precision: Precision, device: Device) -> float:

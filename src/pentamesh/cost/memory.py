@@ -170,9 +170,13 @@ class _Rank:
         return self._trained("root", self._reduce) + self._share(self._trained("blocks", self._reduce), layers)
 
     def _one_block(self) -> int:
-        """Gradients of a block as its backward leaves them, and of the one before it while it is reduced; beside them the head's, which wait."""
+        """Gradients of a block as its backward leaves them, and of the one before it while it is reduced.
+
+        Beside them those of the head wait: to be reduced, where they have no bucket to go to, or, tied, for the embedding's.
+        """
         if not self._layout.cuts_state:
-            return self._trained("block", self._compute) if self.precision.compute != self.precision.weight else 0
+            casts = self._trained("block", self._compute) if self.precision.compute != self.precision.weight else 0
+            return casts + (self._head() if self.held.model.tied or not self._stand else 0)
         return self._trained("block", self._compute + self._reduce) + self._head()
 
     def _head(self) -> int:
@@ -250,7 +254,7 @@ class _Rank:
 
     @property
     def _logits(self) -> tuple[activations.Saved, ...]:
-        return activations.logits(self.held.model, self._layout, *self._shape, self.precision.compute, self.kind)
+        return activations.logits(self.held.model, self._layout, *self._shape, self.precision.compute, self.kind, frozen=self.held.is_adapted)
 
     # Moments
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-__all__ = ["Communication", "Memory", "Range", "Stage", "Time", "Verdict"]
+__all__ = ["BEST_FIRST", "Communication", "Memory", "Range", "Stage", "Time", "Verdict"]
 
 Verdict = Literal["fits", "at_risk", "does_not_fit"]
+BEST_FIRST: tuple[Verdict, ...] = get_args(Verdict)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,15 @@ from pentamesh.errors import InputError, Problem
 from pentamesh.job.check import faults
 from pentamesh.job.device import Device, Link, capped, find_gpu, intra_link
 from pentamesh.job.job import MAX_DEVICES, Machine
-from pentamesh.job.machine import SHARE_FOR_THE_SYSTEM, cpu_device, gloo_link, num_processes, this_machines_fabric, this_machines_gpus
+from pentamesh.job.machine import (
+    SHARE_FOR_THE_SYSTEM,
+    computes_bfloat16,
+    cpu_device,
+    gloo_link,
+    num_processes,
+    this_machines_fabric,
+    this_machines_gpus,
+)
 from pentamesh.units import format_bytes, parse_bytes_per_s
 
 __all__ = ["Device", "Hardware", "Link", "read_hardware", "started_hardware"]
@@ -156,7 +164,9 @@ def _node(found: Machine) -> tuple[Device, Link, tuple[str, ...]]:
     if found.gpu.strip().lower() == "cpu":
         if found.power_cap_w is not None or found.p2p is not None:
             raise InputError("power_cap_w and p2p say nothing about a CPU", hint="leave them out")
-        return cpu_device(found.gpus, found.host_ram), gloo_link(), (f"{found.gpus} processes share this machine's CPU and its memory",)
+        notes = (f"{found.gpus} processes share this machine's CPU and its memory",)
+        slow = "this CPU has no instructions for bf16, and computes in it at an eighth of the speed of fp32: precision = fp32 is faster"
+        return cpu_device(found.gpus, found.host_ram), gloo_link(), notes if computes_bfloat16() else (*notes, slow)
     device, notes = find_gpu(found.gpu)
     if found.power_cap_w is not None:
         if found.power_cap_w > (device.tdp_w or 0):

@@ -6,17 +6,21 @@ import os
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from pentamesh.errors import InputError
 from pentamesh.job.device import Device, Link, find_gpu
 
-__all__ = ["cpu_device", "gloo_link", "num_processes", "this_machines_fabric", "this_machines_gpus"]
+__all__ = ["computes_bfloat16", "cpu_device", "gloo_link", "num_processes", "this_machines_fabric", "this_machines_gpus"]
 
-# One x86-64 core with AVX-512, torch's GEMM: 93-98 GFLOP/s in fp32, 205-226 in bf16; a copy of 512 MiB: 40 GB/s.
-CORE_FLOP_PER_S = {"float32": 95e9, "bfloat16": 215e9}
+# One x86-64 core, torch's GEMM. With AVX-512: 93-98 GFLOP/s in fp32, and where it has instructions for bf16 205-226; with AVX2: 60 in fp32. Without
+# such instructions bf16 is widened and narrowed in software, at an eighth of the speed of fp32. A copy of 512 MiB: 40 GB/s.
+CORE_FLOP_PER_S = {"avx512f": 95e9, "avx2": 60e9}
+CORE_BFLOAT16_FLOP_PER_S, WITHOUT_BFLOAT16 = 215e9, 1 / 8
 CORE_MEMORY_BYTES_PER_S = 40e9
-CPU_SOURCE = "measured: GEMM on one x86-64 core with AVX-512, 95 GFLOP/s fp32 and 215 bf16 - an order of magnitude for other machines"
+CPU_SOURCE = "measured: GEMM on one x86-64 core with AVX-512 (95 GFLOP/s fp32, 215 bf16) and with AVX2 (60 and 7) - an order of magnitude for others"
+CPUINFO = Path("/proc/cpuinfo")
 SYSTEM = Path("/sys/class")
 # What the system and other programs keep of the host memory.
 SHARE_FOR_THE_SYSTEM = 0.1
@@ -51,10 +55,28 @@ def cpu_device(processes: int, host_ram_bytes: int | None = None) -> Device:
         memory_bytes=memory,
         usable_bytes=int(memory * (1 - SHARE_FOR_THE_SYSTEM)),
         memory_bytes_per_s=CORE_MEMORY_BYTES_PER_S * cores,
-        flop_per_s={dtype: flop_per_s * cores for dtype, flop_per_s in CORE_FLOP_PER_S.items()},
+        flop_per_s={dtype: flop_per_s * cores for dtype, flop_per_s in _core_flop_per_s().items()},
         source=CPU_SOURCE,
         confidence={"peak": "C", "usable": "B"},
     )
+
+
+def computes_bfloat16() -> bool:
+    """Whether this machine's CPU has instructions for bfloat16; taken for granted where the system does not list them."""
+    return not (found := _instructions()) or bool(found & {"avx512_bf16", "amx_bf16"})
+
+
+def _core_flop_per_s() -> dict[str, float]:
+    found = _instructions()
+    wide = next((speed for name, speed in CORE_FLOP_PER_S.items() if name in found), CORE_FLOP_PER_S["avx2" if found else "avx512f"])
+    return {"float32": wide, "bfloat16": CORE_BFLOAT16_FLOP_PER_S if computes_bfloat16() else wide * WITHOUT_BFLOAT16}
+
+
+@cache
+def _instructions() -> frozenset[str]:
+    """The instruction sets of this machine's CPU; none where the system does not list them. Source: Linux on x86-64, /proc/cpuinfo."""
+    lines = _said(CPUINFO).splitlines()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
 
 
 def gloo_link() -> Link:

@@ -10,8 +10,10 @@ __all__ = ["DDP_BUCKET_BYTES", "Policy", "tokens_at_once"]
 # The limit of every bucket of torch's DistributedDataParallel, as it is asked for in `run.place`; given one, torch has no smaller first bucket.
 # Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb.
 DDP_BUCKET_BYTES = 25 * 2**20
-# Logits that the head computes at a time, by kind of device: half a gigabyte in float32 on a GPU, on which fewer tokens would not fill a matmul.
+# Logits that the head computes at a time, by kind of device: half a gigabyte in float32 on a GPU; and the fewest tokens, since every piece reads and
+# writes the whole gradient of the head.
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
+LEAST_TOKENS_AT_ONCE = {"cpu": 256, "cuda": 1024}
 
 
 @dataclass(frozen=True)
@@ -48,4 +50,4 @@ class Policy:
 
 def tokens_at_once(vocab: int, kind: str) -> int:
     """Tokens whose logits, of `vocab` each, the head computes at a time."""
-    return max(1, LOGITS_AT_ONCE[kind] // vocab)
+    return max(LEAST_TOKENS_AT_ONCE[kind], LOGITS_AT_ONCE[kind] // vocab)

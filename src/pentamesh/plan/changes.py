@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from pentamesh.cost.holding import Holding
-from pentamesh.cost.needs import Verdict
+from pentamesh.cost.needs import BEST_FIRST, Verdict
 from pentamesh.cost.predict import Prediction, predict
 from pentamesh.errors import InputError
 from pentamesh.job.device import find_gpu, gpu_names
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Job
 from pentamesh.job.precision import PRECISIONS
-from pentamesh.layout.mesh import SHARDS
+from pentamesh.layout.mesh import SHARDS, Layout
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.candidates import layouts, policies
 from pentamesh.units import format_bytes
@@ -55,11 +55,17 @@ class _Asked:
         rounded = job.batch.model_copy(update={"global_batch": -(-job.batch.global_batch // ranks) * ranks})
         job = job.model_copy(update={"batch": rounded})
         try:
-            leanest = max(layouts(job, self.model, hardware), key=lambda layout: (SHARDS.index(layout.shard), layout.mesh.dp_shard))
+            able = sorted(layouts(job, self.model, hardware), key=lambda layout: (-SHARDS.index(layout.shard), -layout.mesh.dp_shard))
         except InputError:
             return "does_not_fit"
-        held = Holding(self.model, leanest, job.method)
-        policy = next(policies(leanest, job, lean=True))
+        # What is cut most holds least; under adapters it may gather more than cutting saves.
+        tried = able if job.method in ("lora", "qlora") else able[:1]
+        found = [self._judge(job, layout, hardware) for layout in tried]
+        return next(verdict for verdict in BEST_FIRST if verdict in found)
+
+    def _judge(self, job: Job, layout: Layout, hardware: Hardware) -> Verdict:
+        held = Holding(self.model, layout, job.method)
+        policy = next(policies(layout, job, lean=True))
         return predict(held, policy, PRECISIONS[job.precision], job.batch, hardware).verdict
 
     def tried(self, job: Job, sentence: str, hardware: Hardware | None = None) -> Iterator[str]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from pentamesh.cost.holding import Holding
+from pentamesh.cost.needs import BEST_FIRST
 from pentamesh.cost.predict import Prediction, predict
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Job
@@ -27,7 +28,6 @@ CLOSE = 0.08
 SHOWN_MULTI_AXIS = 4
 _SIMPLEST_FIRST = ("ddp", "zero1", "zero2", "full_shard", "hybrid_shard", "multi_axis")
 _RECOMPUTES = ("none", "selective", "full")
-_BEST_FIRST = ("fits", "at_risk", "does_not_fit")
 
 
 def plan(
@@ -95,7 +95,7 @@ def judged(job: Job, model: ModelSpec, hardware: Hardware, axes: Sequence[str] =
 def _choose(found: list[Prediction]) -> Prediction:
     """The rule of choice: of the candidates with the best verdict, the simplest within `CLOSE` of the fastest; of those that do not fit, the
     one that comes nearest."""
-    best = min((p.verdict for p in found), key=_BEST_FIRST.index)
+    best = min((p.verdict for p in found), key=BEST_FIRST.index)
     able = [p for p in found if p.verdict == best]
     if best == "does_not_fit":
         return min(able, key=lambda p: (p.memory.peak_bytes.expected, _simplicity(p)))
@@ -119,7 +119,7 @@ def _alternatives(chosen: Prediction, found: list[Prediction]) -> tuple[Alternat
         same_layout = p.held.layout == chosen.held.layout
         rivals.setdefault((p.held.layout, p.policy.recompute if same_layout else ""), []).append(p)
     others = [_choose(group) for key, group in rivals.items() if key != (chosen.held.layout, chosen.policy.recompute)]
-    others.sort(key=lambda p: (_BEST_FIRST.index(p.verdict), p.time.step_s.expected))
+    others.sort(key=lambda p: (BEST_FIRST.index(p.verdict), p.time.step_s.expected))
     rest = [p for p in others if p.held.layout.strategy == "multi_axis"][SHOWN_MULTI_AXIS:]
     others = [p for p in others if p not in rest]
     return tuple(Alternative(described(p.held.layout, p.policy), p.verdict, p.time.step_s.expected, why_not(p, chosen)) for p in others)

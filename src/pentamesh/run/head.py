@@ -7,12 +7,15 @@ in one piece of all tokens, and three numbers a token are summed over ranks.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from pentamesh.layout.policy import tokens_at_once
@@ -45,8 +48,8 @@ def join_head_and_loss(built: PreTrainedModel, model: ModelSpec, world: World) -
     """
     spec = next(t for t in model.tensors if t.kind == "matmul" and not t.unit)
     low, count = split(spec, Role.USE, world.layout).intervals(world.rank, 0)[0]
-    head = built.get_output_embeddings()
-    joint = _Joint(head, _Part(low, count, world.group(("tp",)) if world.layout.mesh.tp > 1 else None))
+    head: Any = built.get_output_embeddings()
+    joint = _Joint(weakref.ref(head), _Part(low, count, world.group(("tp",)) if world.layout.mesh.tp > 1 else None))
     head.forward = joint.read
     built.loss_function = joint.loss
 
@@ -62,9 +65,9 @@ class _Part:
 
 @dataclass
 class _Joint:
-    """A head and the stream that it has read, until the loss takes it."""
+    """A head, which it does not keep alive, and the stream that it has read, until the loss takes it."""
 
-    head: nn.Module
+    head: weakref.ref[nn.Module]
     part: _Part
     stream: torch.Tensor | None = None
 
@@ -74,8 +77,10 @@ class _Joint:
 
     def loss(self, logits: torch.Tensor, labels: Targets, *_: object, **__: object) -> torch.Tensor:
         stream, self.stream = self.stream, None
+        head = self.head()
         assert stream is not None
-        return _HeadLoss.apply(stream.flatten(0, 1), self.head.weight, labels, self.part, torch.is_grad_enabled())
+        assert head is not None
+        return _HeadLoss.apply(stream.flatten(0, 1), head.weight, labels, self.part, torch.is_grad_enabled())
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -85,31 +90,34 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx: Any, stream: torch.Tensor, head: torch.Tensor, targets: Targets, part: _Part, trains: bool) -> torch.Tensor:
         wide = torch.float64 if stream.dtype == torch.float64 else torch.float32
         pieces, total = _pieces(targets, part, stream.device.type), torch.zeros((), dtype=wide, device=stream.device)
-        ctx.dtype, ctx.stream, ctx.head = head.dtype, None, None
-        if trains:
-            # Products of several pieces add up in full width.
-            ctx.stream, ctx.head = torch.zeros_like(stream), torch.zeros_like(head, dtype=wide if len(pieces) > 1 else head.dtype)
+        ctx.dtype = head.dtype
+        # Products of several pieces add up in full width.
+        of_stream = torch.zeros_like(stream) if trains else stream.new_empty(0)
+        of_head = torch.zeros_like(head, dtype=wide if len(pieces) > 1 else head.dtype) if trains else head.new_empty(0)
         for tokens in pieces:
             read = stream[tokens]
             logits = (read @ head.T).to(wide)
             total += _losses_to_gradients(logits, targets.labels[tokens], targets.weight, part).sum()
             if trains:
                 gradient = logits.to(stream.dtype)
-                ctx.stream[tokens] = gradient @ head
-                _add_product(ctx.head, gradient.T, read)
+                del logits
+                of_stream[tokens] = gradient @ head
+                _add_product(of_head, gradient.T, read)
+        ctx.stream, ctx.head = of_stream, of_head
         return total.mul_(targets.weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         stream, head = ctx.stream.mul_(gradient), ctx.head.mul_(gradient).to(ctx.dtype)
         ctx.stream = ctx.head = None
         return stream, head, None, None, None
 
 
-def _pieces(targets: Targets, part: _Part, kind: str) -> tuple[torch.Tensor, ...]:
-    """Positions of the tokens of each piece: of those that are trained; all in one where ranks have to meet over each."""
+def _pieces(targets: Targets, part: _Part, kind: str) -> Sequence[torch.Tensor | slice]:
+    """The tokens of each piece: of those that are trained; all in one where ranks have to meet over each."""
     if part.group is not None:
-        return (torch.arange(len(targets.labels), device=targets.labels.device),)
+        return (slice(None),)
     # Their number is known: on a GPU nobody waits for it.
     trained = torch.nonzero_static(targets.labels != IGNORED, size=targets.num_trained).squeeze(-1)
     return trained.split(tokens_at_once(part.count, kind)) if targets.num_trained else ()
@@ -136,8 +144,10 @@ def _losses_to_gradients(logits: torch.Tensor, labels: torch.Tensor, weight: flo
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, whose product is as wide as they are."""
+    """total += left @ right; what is narrower than the total is made and widened some rows at a time."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
-    else:
-        total += left @ right
+        return
+    rows = tokens_at_once(total.shape[1], total.device.type)
+    for some, of in zip(total.split(rows), left.split(rows), strict=True):
+        some += of @ right

@@ -6,23 +6,33 @@ its activated gate; here that is computed again, which takes less time than read
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MethodType
+from collections.abc import Callable, Collection
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 __all__ = ["keep_less"]
 
 
-def keep_less(built: nn.Module) -> None:
-    """Let every RMS norm and every gated MLP of a described family's model keep only what backward cannot compute cheaply."""
-    for module in built.modules():
+def keep_less(built: nn.Module, compiled: Collection[str] = ()) -> None:
+    """Let every RMS norm and every gated MLP of a described family's model keep only what backward cannot compute cheaply, but for those in the
+    modules named by `compiled`, which are fused as a whole."""
+    for path, module in built.named_modules():
+        if any(path.startswith(f"{unit}.") for unit in compiled):
+            continue
         if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(_normed, module)
+            module.__class__ = _with(type(module), _normed)
         elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
-            module.forward = MethodType(_fed, module)
+            module.__class__ = _with(type(module), _fed)
+
+
+@cache
+def _with(base: type, forward: Callable[..., torch.Tensor]) -> type:
+    """The same class with another forward."""
+    return type(base.__name__, (base,), {"__module__": base.__module__, "forward": forward})
 
 
 def _normed(module: Any, stream: torch.Tensor) -> torch.Tensor:
@@ -44,6 +54,7 @@ class _RMSNorm(torch.autograd.Function):
         return weight * (wide * scale).to(stream.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         stream, weight, scale = ctx.saved_tensors
         normalised = stream.to(scale.dtype) * scale
@@ -63,6 +74,7 @@ class _GatedProduct(torch.autograd.Function):
         return act(gate) * up
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up = ctx.saved_tensors
         with torch.enable_grad():

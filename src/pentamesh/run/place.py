@@ -77,8 +77,8 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     built = build(model, torch_dtype(precision.weight), ATTENTION if layout.sequence_parallel else "sdpa")
     if layout.mesh.tp > 1:
         cut(built, model, layout, world)
-    if model.is_described and not policy.compile:  # what is compiled is fused as a whole
-        keep_less(built)
+    if model.is_described:
+        keep_less(built, compiled=[unit for unit in model.units if unit and policy.compile])
     recompute(built, policy, world.device)
     if policy.compile:
         compile_blocks(built, model)
