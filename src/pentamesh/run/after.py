@@ -9,12 +9,15 @@ from pentamesh.checkpoint.export import export
 from pentamesh.checkpoint.keep import name_of, newest
 from pentamesh.checkpoint.manifest import verify
 from pentamesh.errors import InputError, Problem
+from pentamesh.job.precision import ITEMSIZE
 from pentamesh.model.read import read_model
+from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.plan import Plan
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.source import model_folder
+from pentamesh.units import format_path
 
-__all__ = ["export_run"]
+__all__ = ["export_run", "exported"]
 
 
 def export_run(run: Path, target: Path | None = None, step: int | None = None, dtype: str | None = None) -> Path:
@@ -30,6 +33,16 @@ def export_run(run: Path, target: Path | None = None, step: int | None = None, d
     # Weights drawn at random have no dtype of the source's to keep.
     weights = "float32" if plan.job.method == "pretrain" and dtype is None else dtype
     return export(saved, read_model(str(source)), source, target or folder.export, weights)
+
+
+def exported(target: Path, plan: Plan, model: ModelSpec) -> str:
+    """What to say of the export of a finished run: where it is, and that its base's dtype is narrower than what was computed in, if it is."""
+    kept, computed = str(model.config.get("dtype")), plan.precision.compute
+    said = f"exported to {format_path(target)}"
+    if plan.job.method == "pretrain" or ITEMSIZE.get(kept, ITEMSIZE[computed]) >= ITEMSIZE[computed]:
+        return said
+    wider = f"pentamesh export {format_path(target.parent)} --dtype {computed}"
+    return f"{said} as {kept}, like the base model; `{wider}` keeps what was trained in {computed}"
 
 
 def _saved(folder: RunFolder, step: int | None) -> Path:

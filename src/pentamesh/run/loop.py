@@ -14,7 +14,7 @@ from pentamesh.checkpoint.together import first, together
 from pentamesh.errors import InputError, Problem, RunFailed
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.receipt import receipt
-from pentamesh.run.after import export_run
+from pentamesh.run.after import export_run, exported
 from pentamesh.run.evaluate import held_out
 from pentamesh.run.folder import RunFolder, write_json
 from pentamesh.run.measurements import Measurements
@@ -191,7 +191,7 @@ def _finish(made: Run, measured: Measurements, counters: Counters) -> tuple[Prob
     if counters.step == made.num_steps and made.plan.job.checkpoint.export:
         target = first("exporting", lambda: export_run(made.folder.path))
         if made.world.is_first:
-            made.progress.say(f"exported to {format_path(target)}")
+            made.progress.say(exported(target, made.plan, made.trainee.model))
     return tuple(problem for found in together("comparing collectives", measured.drift) for problem in found)
 
 
