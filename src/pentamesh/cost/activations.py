@@ -14,7 +14,7 @@ from typing import Literal
 
 from pentamesh.job.precision import ITEMSIZE
 from pentamesh.layout.mesh import DATA_AXES, Layout
-from pentamesh.layout.policy import tokens_at_once
+from pentamesh.layout.policy import head_piece
 from pentamesh.layout.split import split
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.families.gpt2 import DROPOUT
@@ -113,7 +113,7 @@ def logits(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, com
     if not model.is_described:
         return tuple(Saved(name, shapes(vocab), Role.USE, wide) for name in ("log-probabilities", "their gradient", "gradient of logits"))
     tokens = local_tokens(layout, micro_batch, seq_len)
-    piece = tokens if layout.mesh.tp > 1 else min(tokens, tokens_at_once(model.vocab, kind))
+    piece = head_piece(tokens, model.vocab, layout.mesh.tp, kind)
     cast = size if size != wide else 0
     there = (
         Saved("logits", (Dim("piece", piece), vocab), Role.USE, wide + cast),

@@ -10,7 +10,7 @@ from pentamesh.job.device import Device, host_bytes_per_s
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import DATA_AXES
-from pentamesh.layout.policy import Policy, tokens_at_once
+from pentamesh.layout.policy import Policy, head_piece
 from pentamesh.model.roles import Role
 
 __all__ = ["Work", "flop_per_token", "offloading_s", "peak_flop_per_s", "tokens_per_step", "work"]
@@ -127,8 +127,9 @@ def _head_s(held: Holding, precision: Precision, batch: Batch, device: Device) -
     reach, tokens = EFFICIENCY[device.kind], activations.local_tokens(held.layout, batch.micro_batch, batch.seq_len)
     logits = tokens * held.model.vocab / held.layout.mesh.tp
     flop = 6 * held.head_numel * tokens
-    pieces = -(-tokens // tokens_at_once(held.model.vocab, device.kind)) if held.layout.mesh.tp == 1 else 1
-    added = TRAFFIC_PER_ADDED * held.head_numel * pieces if pieces > 1 else 0
+    pieces = -(-tokens // head_piece(tokens, held.model.vocab, held.layout.mesh.tp, device.kind))
+    # Whole logits of an undescribed model, and a frozen head, add nothing up.
+    added = TRAFFIC_PER_ADDED * held.head_numel * pieces if pieces > 1 and held.model.is_described and not held.is_adapted else 0
     return flop / (peak_flop_per_s(device, precision) * reach.matmul) + (TRAFFIC_PER_LOGIT * logits + added) / (
         device.memory_bytes_per_s * reach.memory
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DDP_BUCKET_BYTES", "Policy", "tokens_at_once"]
+__all__ = ["DDP_BUCKET_BYTES", "Policy", "head_piece", "tokens_at_once"]
 
 # The limit of every bucket of torch's DistributedDataParallel, as it is asked for in `run.place`; given one, torch has no smaller first bucket.
 # Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb.
@@ -51,3 +51,8 @@ class Policy:
 def tokens_at_once(vocab: int, kind: str) -> int:
     """Tokens whose logits, of `vocab` each, the head computes at a time."""
     return max(LEAST_TOKENS_AT_ONCE[kind], LOGITS_AT_ONCE[kind] // vocab)
+
+
+def head_piece(tokens: int, vocab: int, tp: int, kind: str) -> int:
+    """Of a rank's `tokens`, those of a piece of the head's work: all where tensor ranks have to meet over each."""
+    return tokens if tp > 1 else min(tokens, tokens_at_once(vocab, kind))

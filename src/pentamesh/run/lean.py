@@ -1,18 +1,19 @@
 """Lean: norms and gated products that give what transformers' own give, and keep less for backward.
 
 Written out, an RMS norm keeps its input in float32 and what it has normalised; here it keeps its input and one number a row. A gated MLP keeps
-its activated gate; here that is computed again, which takes less time than reading it from far away. Forward is the same operation by operation.
+its activated gate; here that is computed again. Forward is the same operation by operation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+
+from pentamesh.run.shown import class_with
 
 __all__ = ["keep_less"]
 
@@ -24,15 +25,9 @@ def keep_less(built: nn.Module, compiled: Collection[str] = ()) -> None:
         if any(path.startswith(f"{unit}.") for unit in compiled):
             continue
         if type(module).__name__.endswith("RMSNorm"):
-            module.__class__ = _with(type(module), _normed)
+            module.__class__ = class_with(type(module), (("forward", _normed),))
         elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
-            module.__class__ = _with(type(module), _fed)
-
-
-@cache
-def _with(base: type, forward: Callable[..., torch.Tensor]) -> type:
-    """The same class with another forward."""
-    return type(base.__name__, (base,), {"__module__": base.__module__, "forward": forward})
+            module.__class__ = class_with(type(module), (("forward", _fed),))
 
 
 def _normed(module: Any, stream: torch.Tensor) -> torch.Tensor:

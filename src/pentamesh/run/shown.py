@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Getter", "cast_to", "show"]
+__all__ = ["Getter", "cast_to", "class_with", "show"]
 
 Getter = Callable[[nn.Module], Any]
 
 
 def show(module: nn.Module, getters: dict[str, Getter]) -> None:
     """Let `module` see what the getters give under these names; the registered parameters stay what they are."""
-    module.__class__ = _class_of(type(module), tuple(getters.items()))
+    module.__class__ = class_with(type(module), tuple((name, _property(getter)) for name, getter in getters.items()))
 
 
 @cache
@@ -30,6 +30,11 @@ def cast_to(name: str, dtype: torch.dtype) -> Getter:
 
 
 @cache
-def _class_of(base: type, getters: tuple[tuple[str, Getter], ...]) -> type:
-    properties: dict[str, Any] = {name: property(getter) for name, getter in getters}
-    return type(base.__name__, (base,), {"__module__": base.__module__, **properties})
+def class_with(base: type, own: tuple[tuple[str, Any], ...]) -> type:
+    """A class as `base`, under its name, with these attributes of its own; the same one each time."""
+    return type(base.__name__, (base,), {"__module__": base.__module__, **dict(own)})
+
+
+@cache
+def _property(getter: Getter) -> property:
+    return property(getter)
