@@ -9,7 +9,9 @@ import pytest
 
 from pentamesh.cost.activations import again, block, kept, local_bytes, logits
 from pentamesh.layout.mesh import Layout, Mesh
+from pentamesh.model.config import canonical
 from pentamesh.model.families import describe
+from pentamesh.model.families.llama import VARIATIONS
 
 CONFIG = {
     "hidden_size": 64,
@@ -21,6 +23,8 @@ CONFIG = {
     "vocab_size": 32,
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
+    "sliding_window": 8,
+    "pad_token_id": None,
 }
 GPT2 = {
     "n_embd": 64,
@@ -39,10 +43,12 @@ BATCH, SEQ = 2, 16
 
 
 def config_of(name: str, layers: int = 2) -> dict[str, Any]:
-    """The config of a family, or of GPT-2 with the activation function behind the hyphen."""
+    """The config of a family, with a window that is shorter than the sequence unless all is in sight, or of GPT-2 with the activation function
+    behind the hyphen."""
     family, _, function = name.partition("-")
     if family != "gpt2":
-        return CONFIG | {"model_type": family, "num_hidden_layers": layers}
+        family, _, wide = family.partition(" ")
+        return canonical(CONFIG | {"model_type": family, "num_hidden_layers": layers} | ({"sliding_window": None} if wide else {}))
     return GPT2 | {"model_type": family, "n_layer": layers, "activation_function": function or "gelu_new"}
 
 
@@ -50,10 +56,11 @@ def recorded_bytes(model_type: str, dtype: str, layers: int) -> int:
     """Bytes of distinct storages that a forward saves, parameters aside."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
+    from pentamesh.run.attention import ATTENTION
     from pentamesh.run.lean import keep_less
 
     config = transformers.AutoConfig.for_model(**config_of(model_type, layers))
-    built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(getattr(torch, dtype))
+    built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).to(getattr(torch, dtype))
     keep_less(built)
     parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
     saved, alive = {}, []
@@ -70,7 +77,7 @@ def recorded_bytes(model_type: str, dtype: str, layers: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt2-gelu_pytorch_tanh", "gpt2-gelu", "gpt2-relu"])
+@pytest.mark.parametrize("model_type", [*VARIATIONS, "phi3 all in sight", "gpt2", "gpt2-gelu_pytorch_tanh", "gpt2-gelu", "gpt2-relu"])
 def test_a_block_saves_what_is_listed(model_type: str, dtype: str) -> None:
     model = describe(config_of(model_type), "toy")
     assert model is not None
@@ -83,11 +90,12 @@ def allocated_bytes(model_type: str, dtype: str, layers: int, recompute: str) ->
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from pentamesh.layout.policy import Policy
+    from pentamesh.run.attention import ATTENTION
     from pentamesh.run.lean import keep_less
     from pentamesh.run.recompute import recompute as set_up
 
     config = transformers.AutoConfig.for_model(**config_of(model_type, layers))
-    built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(getattr(torch, dtype)).train()
+    built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).to(getattr(torch, dtype)).train()
     keep_less(built)
     set_up(built, Policy(recompute=recompute), torch.device("cpu"))  # type: ignore[arg-type]
     ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
@@ -102,7 +110,9 @@ def allocated_bytes(model_type: str, dtype: str, layers: int, recompute: str) ->
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gpt2-gelu_pytorch_tanh"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "phi3 all in sight", "glm4", "gpt2-gelu_pytorch_tanh"]
+)
 def test_a_checkpointed_block_keeps_what_is_listed(model_type: str, recompute: Any, dtype: str) -> None:
     model = describe(config_of(model_type), "toy")
     assert model is not None
@@ -115,10 +125,11 @@ def test_what_leaves_the_gpu_is_the_input_of_each_block() -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from pentamesh.layout.policy import Policy
+    from pentamesh.run.attention import ATTENTION
     from pentamesh.run.recompute import recompute
 
     config = transformers.AutoConfig.for_model("qwen3", **CONFIG)
-    built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).train()
     recompute(built, Policy(recompute="full", offload=True), torch.device("cpu"))
     block, seen = built.model.layers[1], []
 

@@ -25,12 +25,21 @@ def test_a_legal_layout_has_no_problem() -> None:
 
 
 def test_tensor_names_the_dim_and_the_tensor() -> None:
-    (found,) = problems(MODEL, Layout(Mesh(tp=16)), Batch())
-    assert str(found) == (
-        "error: tensor = 16 does not divide kv_heads = 8\n"
-        "  where  layout.tensor    model.layers.*.self_attn.k_proj.weight [kv_heads*128, hidden]\n"
-        "hint: use tensor = 8, 4, 2 or 1"
+    phi = read_model("phi-4")  # 40 heads, 10 key heads, in one tensor with values
+    (found,) = problems(phi, Layout(Mesh(tp=20)), Batch())
+    assert "tensor = 20 does not divide" in found.what
+    (first,) = problems(MODEL, Layout(Mesh(tp=64)), Batch())
+    assert str(first) == (
+        "error: tensor = 64 does not divide heads = 32\n"
+        "  where  layout.tensor    model.layers.*.self_attn.q_proj.weight [heads*128, hidden]\n"
+        "hint: use tensor = 32, 16, 8, 4, 2 or 1"
     )
+
+
+def test_key_heads_are_shared_by_as_many_ranks_as_it_takes() -> None:
+    assert whats(Layout(Mesh(tp=16))) == []
+    gemma = read_model("gemma-3-1b-it")  # one key head for four
+    assert problems(gemma, Layout(Mesh(tp=4)), Batch(seq_len=512)) == []
 
 
 def test_all_at_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pentamesh.layout.mesh import Layout, Mesh
-from pentamesh.layout.rules import partial_axes
+from pentamesh.layout.rules import copies, partial_axes
 from pentamesh.layout.split import Box, Split, chunk, split
 from pentamesh.model.dims import Acts, Dim, TensorSpec
 from pentamesh.model.families import describe
@@ -51,9 +52,11 @@ def whole(shape: tuple[int, ...]) -> Counter[tuple[int, ...]]:
 
 def assert_tiles(held: Split) -> None:
     mesh = held.layout.mesh
+    cuts = [(dim, cut) for dim, cuts in zip(held.tensor.dims, held.cuts, strict=True) for cut in cuts if not cut.by_element]
+    times = math.prod(copies(dim, mesh.degree(*cut.axes)) for dim, cut in cuts)
     for group in mesh.groups(held.axes):
         together = sum((elements(held.boxes(rank), "offset") for rank in group), Counter())
-        assert together == whole(held.tensor.shape)
+        assert together == Counter(dict.fromkeys(whole(held.tensor.shape), times))
 
 
 @given(tensors(), HELD, layouts())
@@ -106,7 +109,8 @@ def _chunked(held: Split, rank: int, position: int) -> torch.Tensor:
         if cut.by_element:
             parts = [_chunk(torch.cat(parts), index, count)]
         else:
-            parts = [_chunk(part.view(-1, dim.grain), index, count).flatten() for part in parts]
+            shared = copies(dim, count)
+            parts = [_chunk(part.view(-1, dim.grain), index // shared, count // shared).flatten() for part in parts]
     return torch.cat(parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from pentamesh.model.catalogue import Entry, entries
-from pentamesh.model.config import DEFAULTS, as_built, canonical, check
+from pentamesh.model.config import DEFAULTS, ROPE_BY_KIND, as_built, canonical, check
 from pentamesh.model.families import FAMILIES, describe
 from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
@@ -63,6 +64,13 @@ TOYS = {
     "qwen3": SMALL | {"model_type": "qwen3", "head_dim": 10},
     "qwen3 tied, biases": ODD | {"model_type": "qwen3", "tie_word_embeddings": True, "attention_bias": True},
     "qwen3, head size not given": SMALL | {"model_type": "qwen3"},
+    "gemma2": SMALL | {"model_type": "gemma2", "head_dim": 8},
+    "gemma2, nothing given": {k: v for k, v in SMALL.items() if k != "num_key_value_heads"} | {"model_type": "gemma2"},
+    "gemma3_text": ODD | {"model_type": "gemma3_text", "attention_bias": True, "tie_word_embeddings": False, "rope_local_base_freq": 5000.0},
+    "phi3": {k: v for k, v in SMALL.items() if k != "num_key_value_heads"} | {"model_type": "phi3", "hidden_size": 32},
+    "phi3 grouped": SMALL | {"model_type": "phi3", "partial_rotary_factor": 0.5, "hidden_size": 32, "tie_word_embeddings": True},
+    "glm4": SMALL | {"model_type": "glm4"},
+    "glm4, odd": ODD | {"model_type": "glm4", "attention_bias": False, "partial_rotary_factor": 0.34},
     "gpt2": GPT2,
     "gpt2 untied, odd": GPT2 | {"tie_word_embeddings": False, "n_embd": 35, "n_head": 5, "n_inner": 51, "n_positions": 33},
 }
@@ -95,16 +103,17 @@ def test_a_toy_is_described_tensor_by_tensor(toy: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TOYS[toy]))
     spec = read_model(str(tmp_path))
     agrees(spec, on_meta(hf_config(TOYS[toy])))
-    assert spec.tied is bool(TOYS[toy].get("tie_word_embeddings", spec.family == "gpt2"))
+    assert spec.tied is bool(TOYS[toy].get("tie_word_embeddings", spec.family in ("gpt2", "gemma2", "gemma3_text")))
 
 
 @pytest.mark.parametrize("toy", TOYS)
 def test_one_spelling_builds_the_same_model(toy: str) -> None:
-    written, ours = hf_config(TOYS[toy]), hf_config(canonical(TOYS[toy]))
-    assert written.to_dict() == ours.to_dict()
+    written, ours = (hf_config(deepcopy(config)).to_dict() for config in (TOYS[toy], canonical(TOYS[toy])))
+    written.pop("partial_rotary_factor", None)  # Phi-3 leaves it beside rope_parameters, which have it too
+    assert written == ours
 
 
-@pytest.mark.parametrize("toy", ["llama tied, biases", "mistral", "qwen2 tied, uneven", "qwen3", "gpt2"])
+@pytest.mark.parametrize("toy", ["llama tied, biases", "mistral", "qwen2 tied, uneven", "qwen3", "gemma2", "gemma3_text", "phi3", "glm4", "gpt2"])
 def test_tensors_are_listed_as_a_forward_pass_meets_them(toy: str) -> None:
     spec = describe(canonical(TOYS[toy]), toy)
     model = AutoModelForCausalLM.from_config(hf_config(TOYS[toy]))
@@ -130,17 +139,28 @@ def test_what_a_missing_key_means(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", LLAMAS)
 def test_both_spellings_as_transformers_writes_and_reads_them(model_type: str, tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    if model_type == "phi3":  # of which transformers allows two kinds
+        rope = {"rope_type": "longrope", "short_factor": [1.0, 2.0, 3.0], "long_factor": [4.0, 5.0, 6.0]}
     published = SMALL | {"model_type": model_type, "head_dim": 6, "rope_theta": 5e5, "rope_scaling": rope, "torch_dtype": "bfloat16"}
     (tmp_path / "published.json").write_text(json.dumps(published))
-    hf_config(published).save_pretrained(tmp_path)
+    hf_config(deepcopy(published)).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert "rope_parameters" in saved, "transformers 5 spells it anew"
     assert "rope_theta" not in saved
+    of_family = {"phi3": {"partial_rotary_factor": 1.0}, "glm4": {"partial_rotary_factor": 0.5}}.get(model_type, {})
+    expected: dict[str, Any] = {"rope_theta": 5e5, **rope, **of_family}
+    if model_type in ROPE_BY_KIND:
+        expected = {"full_attention": expected, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     old, new = read_model(str(tmp_path / "published.json")), read_model(str(tmp_path))
     assert old.tensors == new.tensors
-    for key in ("rope_parameters", "dtype"):
-        assert old.config[key] == new.config[key]
-    assert old.config["rope_parameters"] == {"rope_theta": 5e5, **rope}
+    assert old.config["dtype"] == new.config["dtype"]
+    for spec in (old, new):
+        assert without_filling(spec.config["rope_parameters"]) == expected
+
+
+def without_filling(rope: dict[str, Any]) -> dict[str, Any]:
+    """What transformers adds to long rotations from other keys is not of the spelling."""
+    return {key: value for key, value in rope.items() if key != "original_max_position_embeddings" or rope["rope_type"] != "longrope"}
 
 
 def ties(model: torch.nn.Module) -> dict[str, str]:

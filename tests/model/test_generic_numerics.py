@@ -32,7 +32,7 @@ def trial(toy: str, strategy: str, grad_accum: int) -> Undescribed:
     return Undescribed(TOYS[toy], layout(strategy, 4), Policy(2, grad_accum), global_batch=8 * grad_accum)
 
 
-CASES = [("gemma3_text", "ddp", 4), ("gemma3_text", "full_shard", 4), ("phi3", "full_shard", 1), ("glm4", "hybrid_shard", 4), ("phi", "ddp", 1)]
+CASES = [("olmo3", "ddp", 4), ("olmo3", "full_shard", 4), ("granite", "full_shard", 1), ("glm", "hybrid_shard", 4), ("phi", "ddp", 1)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
@@ -42,7 +42,7 @@ def test_float64(case: tuple[str, str, int]) -> None:
     assert max(errors.values()) < 1e-10, errors
 
 
-@pytest.mark.parametrize("toy", ["gemma3_text", "phi3"])
+@pytest.mark.parametrize("toy", ["olmo3", "granite"])
 def test_full_shard_moves_what_is_predicted(toy: str) -> None:
     wanted = replace(trial(toy, "full_shard", 4), num_steps=4)
     for rank, found in enumerate(run_world(outcome, 4, wanted)):

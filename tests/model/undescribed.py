@@ -21,10 +21,10 @@ SMALL: dict[str, Any] = {
 EXPERTS = SMALL | {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 TOYS: dict[str, dict[str, Any]] = {
-    "gemma2": SMALL | {"model_type": "gemma2", "query_pre_attn_scalar": 16, "sliding_window": 8, "layer_types": TYPES},
-    "gemma3_text": SMALL | {"model_type": "gemma3_text", "query_pre_attn_scalar": 16, "sliding_window": 8, "layer_types": TYPES},
-    "glm4": SMALL | {"model_type": "glm4"},
-    "phi3": SMALL | {"model_type": "phi3", "head_dim": 12, "hidden_size": 48},
+    "vaultgemma": SMALL | {"model_type": "vaultgemma", "query_pre_attn_scalar": 16, "sliding_window": 8, "layer_types": TYPES},
+    "olmo3": SMALL | {"model_type": "olmo3", "sliding_window": 8, "layer_types": TYPES},
+    "glm": SMALL | {"model_type": "glm"},
+    "granite": SMALL | {"model_type": "granite"},
     "phi": SMALL | {"model_type": "phi", "head_dim": 12, "num_key_value_heads": 4},
     "mixtral": EXPERTS | {"model_type": "mixtral", "num_local_experts": 4},
     "qwen3_moe": EXPERTS | {"model_type": "qwen3_moe", "num_experts": 4},

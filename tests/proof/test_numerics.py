@@ -15,7 +15,7 @@ CASES = [
     for toy in ("llama", "llama-untied", "qwen2", "qwen3")
     for strategy in ("ddp", "zero1", "zero2", "full_shard", "hybrid_shard")
     for grad_accum in (1, 4)
-] + [("gpt2", strategy, 4, 4) for strategy in ("ddp", "zero2", "full_shard")]
+] + [(toy, strategy, 4, 4) for toy in ("gpt2", "gemma2", "gemma3", "phi3", "glm4") for strategy in ("ddp", "zero2", "full_shard")]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))

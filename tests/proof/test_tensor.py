@@ -18,6 +18,8 @@ from tests.proof.toys import MANY_HEADS, TOYS, ZERO
 MESHES: dict[str, tuple[Mesh, Shard, dict[str, Any]]] = {
     "tp2": (Mesh(tp=2), "none", {}),
     "tp2 alone, sharded": (Mesh(tp=2), "parameters", {}),
+    "tp4": (Mesh(tp=4), "none", {}),
+    "tp4 alone, sharded": (Mesh(tp=4), "parameters", {}),
     "ddp2 x tp2": (Mesh(dp_replicate=2, tp=2), "none", {}),
     "zero1 2 x tp2": (Mesh(dp_shard=2, tp=2), "optimizer", ZERO["zero1"]),
     "zero2 2 x tp2": (Mesh(dp_shard=2, tp=2), "gradients", ZERO["zero2"]),
@@ -46,10 +48,20 @@ def check_ledgers(wanted: Trial, ranks: Sequence[int], outcomes: Sequence[Outcom
 
 CASES = [
     (toy, name, sequence, {})
-    for toy in ("llama", "llama-untied", "qwen2", "qwen3")
+    for toy in ("llama", "llama-untied", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "glm4")
     for name in (MESHES if toy == "llama" else EVERYWHERE)
     for sequence in (False, True)
-] + [("llama", name, sequence, {"recompute": recompute}) for name in EVERYWHERE for sequence, recompute in ((False, "full"), (True, "selective"))]
+]
+CASES += [("gpt2", name, False, {}) for name in EVERYWHERE]
+# Two key heads for four ranks, and one for two: each serves the queries of its ranks, and has a part of its gradient from each.
+CASES += [(toy, name, sequence, {}) for toy in ("qwen3", "qwen2", "glm4") for name in ("tp4", "tp4 alone, sharded") for sequence in (False, True)]
+CASES += [("one key head", name, True, {}) for name in EVERYWHERE]
+CASES += [
+    (toy, name, sequence, {"recompute": recompute})
+    for toy in ("llama", "gemma2")
+    for name in EVERYWHERE
+    for sequence, recompute in ((False, "full"), (True, "selective"))
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}, {c[1]}{', sequence' * c[2]}{', recomputed' * bool(c[3])}")
@@ -87,7 +99,7 @@ LARGE = [
 
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda c: f"{c[0]}, {c[1]}")
-@pytest.mark.parametrize("toy", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("toy", ["llama", "qwen2", "qwen3", "gemma3", "phi3", "glm4"])
 def test_on_fake_groups(toy: str, case: tuple[Mesh, Shard, bool, Sequence[int]], record_proof) -> None:
     """Every rank for one family; for the others the first, one in the middle and the last, whose parts of an uneven cut are the smallest."""
     mesh, shard, sequence, ranks = case

@@ -7,6 +7,7 @@ from typing import Any
 
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.policy import Policy
+from pentamesh.model.config import canonical
 from pentamesh.run.verify import Trial
 
 LLAMA: dict[str, Any] = {
@@ -27,8 +28,20 @@ LLAMA: dict[str, Any] = {
     "mlp_bias": False,
 }
 UNTIED = LLAMA | {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}
+CAPS = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.2}
 QWEN2 = LLAMA | {"model_type": "qwen2", "hidden_act": "silu"}
 QWEN3 = UNTIED | {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False}
+# Windows that sequences outgrow, caps that bite, norms on both sides; a cut of a fused tensor takes a part of each of its parts.
+GEMMA2 = LLAMA | {"model_type": "gemma2", "query_pre_attn_scalar": 12, "sliding_window": 7, "pad_token_id": None} | CAPS
+GEMMA3 = GEMMA2 | {"model_type": "gemma3_text", "sliding_window_pattern": 2} | dict.fromkeys(CAPS)
+PHI3 = {key: value for key, value in UNTIED.items() if key != "head_dim"} | {
+    "model_type": "phi3",
+    "hidden_size": 64,
+    "sliding_window": 9,
+    "partial_rotary_factor": 0.5,
+    "pad_token_id": None,
+}
+GLM4 = UNTIED | {"model_type": "glm4", "pad_token_id": None}
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
     "vocab_size": 301,
@@ -53,6 +66,8 @@ TINY_ROWS = LLAMA | {"hidden_size": 5, "num_attention_heads": 1, "num_key_value_
 WIDE = LLAMA | {"vocab_size": 8000, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 6}
 
 TOYS = {"wide": WIDE, "llama": LLAMA, "llama-untied": UNTIED, "qwen2": QWEN2, "qwen3": QWEN3, "gpt2": GPT2, "tiny-rows": TINY_ROWS}
+TOYS["one key head"] = QWEN3 | {"num_key_value_heads": 1}
+TOYS |= {"gemma2": canonical(GEMMA2), "gemma3": canonical(GEMMA3), "phi3": canonical(PHI3), "glm4": canonical(GLM4)}
 
 
 # ZeRO-1 and ZeRO-2 keep whole weights over a step; they differ in when gradients leave.

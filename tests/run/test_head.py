@@ -65,7 +65,7 @@ def plain(model: ModelSpec, module: nn.Module, given: Micro) -> tuple[float, dic
     return float(loss.detach()), gradients(built)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-untied", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "gpt2", "gemma2"])
 @pytest.mark.parametrize(("at_once", "trained"), [(2**22, 27), (2**22, 11), (5 * 301, 11), (1, 4)])
 def test_equals_the_whole_logits(name: str, at_once: int, trained: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(policy.LOGITS_AT_ONCE, "cpu", at_once)

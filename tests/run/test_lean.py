@@ -26,7 +26,7 @@ def outcome(name: str, dtype: torch.dtype, lean: bool) -> tuple[torch.Tensor, di
     return logits.detach(), {name: p.grad for name, p in built.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["llama-untied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-untied", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "glm4"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 def test_equals_transformers(name: str, dtype: torch.dtype, tolerance: float) -> None:
     (logits, grads), (own_logits, own_grads) = outcome(name, dtype, lean=True), outcome(name, dtype, lean=False)

@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from pentamesh.checkpoint.disk import check_room, discard, publish, write_text
 from pentamesh.checkpoint.headers import DTYPES, Entry, read_header, write_tensors
+from pentamesh.checkpoint.held import Portion, portions
 from pentamesh.checkpoint.manifest import Manifest, verify
 from pentamesh.checkpoint.weights import INDEX, SINGLE, Weights, file_name, inside
 from pentamesh.errors import InputError, Problem, RunFailed
@@ -111,20 +112,21 @@ def _parts(checkpoint: Path) -> dict[str, list[Part]]:
     return parts
 
 
-def _stored_name(tensor: TensorSpec) -> str:
-    return f"model.{tensor.name}"
+def _stored(tensor: TensorSpec) -> dict[str, Portion]:
+    """By the names in the checkpoint, the parts of a tensor: one, or those that are fused in it."""
+    return {f"model.{tensor.name}{portion.suffix}": portion for portion in portions(tensor)}
 
 
 def _lacking(model: ModelSpec, parts: dict[str, list[Part]], checkpoint: Path) -> Iterator[Problem]:
     stored = Manifest.read(checkpoint).tensors
-    for tensor in model.parameters:
-        name = _stored_name(tensor)
+    for tensor, name, portion in ((t, *item) for t in model.parameters for item in _stored(t).items()):
+        wanted, shape = math.prod(portion.shape), list(portion.shape)
         if name not in stored:
             yield Problem(f"{tensor} is not in the checkpoint", str(checkpoint))
-        elif stored[name].shape != tensor.shape:
-            yield Problem(f"{tensor} should be {list(tensor.shape)} and is {list(stored[name].shape)}", str(checkpoint))
-        elif (found := sum(math.prod(part.entry.shape) for part in parts.get(name, []))) != tensor.numel:
-            yield Problem(f"{tensor} has {tensor.numel:,} values, {found:,} are in the checkpoint", str(checkpoint))
+        elif stored[name].shape != portion.shape:
+            yield Problem(f"{tensor}{portion.suffix} should be {shape} and is {list(stored[name].shape)}", str(checkpoint))
+        elif (found := sum(math.prod(part.entry.shape) for part in parts.get(name, []))) != wanted:
+            yield Problem(f"{tensor}{portion.suffix} has {wanted:,} values, {found:,} are in the checkpoint", str(checkpoint))
 
 
 def _dtypes(model: ModelSpec, source: Path | None, dtype: str | None) -> dict[str, torch.dtype]:
@@ -151,7 +153,7 @@ def _write_weights(partial: Path, model: ModelSpec, parts: dict[str, list[Part]]
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         places |= {file_name(tensor): name for tensor in tensors}
         shapes = {file_name(tensor): (dtypes[tensor.name], tensor.shape) for tensor in tensors}
-        write_tensors(partial / name, shapes, (_whole(tensor, parts[_stored_name(tensor)], dtypes[tensor.name]) for tensor in tensors))
+        write_tensors(partial / name, shapes, (_whole(tensor, parts, dtypes[tensor.name]) for tensor in tensors))
     if len(shards) > 1:
         size = sum(t.numel * dtypes[t.name].itemsize for t in model.parameters)
         metadata = {"total_parameters": model.num_parameters, "total_size": size}
@@ -172,16 +174,17 @@ def _shards(model: ModelSpec, dtypes: dict[str, torch.dtype], max_shard_bytes: f
     yield sorted(shard, key=lambda t: -dtypes[t.name].itemsize)
 
 
-def _whole(tensor: TensorSpec, parts: list[Part], dtype: torch.dtype) -> torch.Tensor:
+def _whole(tensor: TensorSpec, parts: dict[str, list[Part]], dtype: torch.dtype) -> torch.Tensor:
     """A tensor put together from its parts and cast. Raises RunFailed where it is not finite."""
     whole = torch.empty(tensor.shape, dtype=dtype)
-    for part in parts:
-        place = tuple(slice(low, low + length) for low, length in zip(part.entry.offset, part.entry.shape, strict=True))
+    stored = [(name, portion.offset, part) for name, portion in _stored(tensor).items() for part in parts[name]]
+    for name, start, part in stored:
+        place = tuple(slice(a + b, a + b + length) for a, b, length in zip(start, part.entry.offset, part.entry.shape, strict=True))
         with safe_open(part.path, framework="pt") as file:
-            whole[place] = file.get_tensor(_stored_name(tensor)).to(dtype)
+            whole[place] = file.get_tensor(name).to(dtype)
     if not bool(torch.isfinite(whole).all()):
         bad = whole.numel() - int(torch.isfinite(whole).sum())
-        raise RunFailed(f"{tensor} has {bad:,} values that are NaN or infinite as {dtype}", where=str(parts[0].path.parent))
+        raise RunFailed(f"{tensor} has {bad:,} values that are NaN or infinite as {dtype}", where=str(stored[0][2].path.parent))
     return whole
 
 

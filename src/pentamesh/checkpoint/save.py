@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, HuggingFaceStorageWriter
-from torch.distributed.tensor import DTensor
 
 from pentamesh.checkpoint.disk import discard, publish, sync_file, write_text
 from pentamesh.checkpoint.headers import dtype_name
+from pentamesh.checkpoint.held import Held
 from pentamesh.checkpoint.keep import name_of, point
 from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, file_facts
 from pentamesh.checkpoint.together import Group, first, place_in, together
@@ -33,7 +33,7 @@ FILE_BYTES = 1_000_000_000
 def save(folder: Path, step: int, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], *, group: Group = None) -> Path:
     """Save `tensors` and `facts` as the checkpoint of `step` in `folder`, and return its path. Collective: every rank calls it.
 
-    A tensor that is cut is a DTensor; a plain one of the same name on several ranks is the same on all of them and written once. `facts` are JSON.
+    A tensor that is cut is `Held`; a plain one of the same name on several ranks is the same on all of them and written once. `facts` are JSON.
 
     Raises RunFailed on all ranks when any rank cannot; then no checkpoint of this step is published.
     """
@@ -58,10 +58,10 @@ Described = dict[str, tuple[TensorFacts, int]]  # dtype and whole shape; bytes o
 
 
 def _described(tensors: Mapping[str, torch.Tensor]) -> Described:
-    def held(tensor: torch.Tensor) -> int:
-        return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
+    def size(tensor: torch.Tensor) -> int:
+        return tensor.held_bytes if isinstance(tensor, Held) else tensor.nbytes
 
-    return {name: (TensorFacts(dtype_name(t.dtype), tuple(t.shape)), held(t)) for name, t in tensors.items()}
+    return {name: (TensorFacts(dtype_name(t.dtype), tuple(t.shape)), size(t)) for name, t in tensors.items()}
 
 
 def _merged(everyone: list[Described]) -> Described:
@@ -73,7 +73,7 @@ def _merged(everyone: list[Described]) -> Described:
             known, largest = merged.get(name, (facts, 0))
             merged[name] = known, max(largest, size)
             if known != facts:
-                hint = "a tensor that is cut over ranks is saved as a DTensor"
+                hint = "a tensor that is cut over ranks is saved as what each holds of it"
                 problems.append(Problem(f"{name} is {known} on an earlier rank and {facts} on rank {rank}", hint=hint))
     if problems:
         raise RunFailed(*problems)

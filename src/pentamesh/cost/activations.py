@@ -1,27 +1,28 @@
 """What autograd keeps of a forward pass: an explicit list of saved tensors, each with named dims, so that `split` says what a rank holds.
 
 The lists are those of transformers' modules with scaled-dot-product attention and the norms and gated products of pentamesh.run.lean, run
-eagerly: for Llama, Mistral, Qwen2, Qwen3 and GPT-2 blocks they equal, to the byte, what saved-tensor hooks record, and under checkpointing what
+eagerly: for blocks of every described family they equal, to the byte, what saved-tensor hooks record, and under checkpointing what
 stays allocated (tests/cost/test_activations.py). Fused kernels save less. What blocks of other families keep is estimated from the widths of
 their tensors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from pentamesh.job.precision import ITEMSIZE
 from pentamesh.layout.mesh import DATA_AXES, Layout
-from pentamesh.layout.policy import head_piece
+from pentamesh.layout.policy import head_piece, scores_at_once
 from pentamesh.layout.split import split
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.families.gpt2 import DROPOUT
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import Kept, ModelSpec
 
-__all__ = ["Recompute", "Saved", "again", "block", "head", "kept", "local_bytes", "local_tokens", "logits"]
+__all__ = ["Recompute", "Saved", "again", "block", "head", "kept", "local_bytes", "local_tokens", "logits", "scores"]
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -73,7 +74,8 @@ def block(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, comp
         return _estimated(model.kept, shapes, size)
     norm, mlp = (_layer_norm, _plain_mlp) if model.family == "gpt2" else (_norm, _mlp)
     first, second = norm(ENTERED, "input_norm", shapes, size), norm("stream between", "post_norm", shapes, size)
-    return (*first, *_attention(shapes, size), *second, *mlp(shapes, size), *_dropped(shapes))
+    left = (_left(name, shapes, size) if model.norms_what_it_adds else () for name in ("attention projected", "MLP projected"))
+    return (*first, *_attention(shapes, size), *next(left), *second, *mlp(shapes, size), *next(left), *_dropped(shapes))
 
 
 def kept(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, recompute: Recompute) -> tuple[Saved, ...]:
@@ -97,8 +99,9 @@ def head(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compu
     ids = Saved("ids and labels", shapes(Dim("pair", 2)), Role.USE, _INT64)
     if model.family == "gpt2":
         return (ids, *_layer_norm("last stream", "final_norm", shapes, size))
-    rotary = (Dim("seq", seq_len), Dim("head_dim", model.head_dim))
-    return (ids, Saved("cos", rotary, Role.USE, size), Saved("sin", rotary, Role.USE, size), *_norm("last stream", "final_norm", shapes, size))
+    rotary = ((Dim("seq", seq_len), Dim("head_dim", width)) for width in model.rotary)
+    tables = tuple(Saved(name, dims, Role.USE, size) for dims in rotary for name in ("cos", "sin"))
+    return (ids, *tables, *_norm("last stream", "final_norm", shapes, size))
 
 
 def logits(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, kind: str, *, frozen: bool = False) -> tuple[Saved, ...]:
@@ -115,13 +118,23 @@ def logits(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, com
     tokens = local_tokens(layout, micro_batch, seq_len)
     piece = head_piece(tokens, model.vocab, layout.mesh.tp, kind)
     cast = size if size != wide else 0
+    capped = wide if model.logit_cap else 0  # their slope follows from what they were before the cap
     there = (
-        Saved("logits", (Dim("piece", piece), vocab), Role.USE, wide + cast),
+        Saved("logits", (Dim("piece", piece), vocab), Role.USE, wide + cast + capped),
         Saved("gradient of the stream", shapes(shapes.hidden), Role.USE, size),
     )
     # Of several pieces it is a sum in full width, then cast.
     own = Saved("gradient of the head", (vocab, shapes.hidden), Role.USE, wide + cast if piece < tokens else size)
     return there if frozen else (*there, own)
+
+
+def scores(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, kind: str) -> int:
+    """Bytes of the scores that the backward of attention with a window or a cap holds at a time (pentamesh.run.attention): weights, their gradient
+    and that of scores, what slopes follow from, and one of them as matmuls read it."""
+    size, heads = ITEMSIZE[compute], micro_batch * -(-model.num_heads // layout.mesh.tp)
+    windows = {window for window in model.windows if window and window < seq_len} | ({None} if model.score_cap else set())
+    pieces = [math.prod(scores_at_once(heads, seq_len, window, kind)) for window in windows]
+    return max(pieces, default=0) * heads * ((4 if model.score_cap else 3) * max(_FLOAT32, size) + size)
 
 
 def local_bytes(saved: tuple[Saved, ...], layout: Layout) -> int:
@@ -142,6 +155,12 @@ def _norm(read: str, name: str, shapes: _Shapes, size: int) -> Iterator[Saved]:
     yield Saved(f"{name} output", stream, Role.USE, size)
 
 
+def _left(read: str, shapes: _Shapes, size: int) -> Iterator[Saved]:
+    """An RMS norm of what a sublayer leaves: what it reads and 1/rms; its output is added and forgotten."""
+    yield Saved(read, shapes(shapes.hidden), Role.CARRY, size)
+    yield Saved(f"{read} 1/rms", shapes(), Role.CARRY, max(_FLOAT32, size))
+
+
 def _layer_norm(read: str, name: str, shapes: _Shapes, size: int) -> Iterator[Saved]:
     """A LayerNorm of the stream: its input, mean and 1/deviation, and the output for the next matmul."""
     yield Saved(read, shapes(shapes.hidden), Role.CARRY, size)
@@ -155,8 +174,16 @@ def _attention(shapes: _Shapes, size: int) -> Iterator[Saved]:
         for name, dim, heads in (("q_norm", shapes.q, "heads"), ("k_norm", shapes.kv, "kv_heads")):
             yield Saved(f"{name} input", shapes(dim), Role.USE, size)
             yield Saved(f"{name} 1/rms", shapes(Dim(heads, dim.num_units)), Role.USE, max(_FLOAT32, size))
+    if shapes.model.family == "glm4":
+        # Its rotation reads each cosine twice in a row, anew in every block.
+        for name in ("cos by pairs", "sin by pairs"):
+            yield Saved(name, (Dim("seq", shapes.seq_len), Dim("head_dim", shapes.model.rotary[0])), Role.USE, size)
     yield Saved("queries", shapes(shapes.q), Role.USE, size)
     yield Saved("keys", shapes(shapes.kv), Role.USE, size)
+    if any(".qkv_proj." in t.name for t in shapes.model.block):
+        # Values are a view of what was projected as one.
+        for name, dim in (("projected queries", shapes.q), ("projected keys", shapes.kv)):
+            yield Saved(name, shapes(dim), Role.USE, size)
     yield Saved("values", shapes(shapes.kv), Role.USE, size)
     yield Saved("attention output", shapes(shapes.q), Role.USE, size)
     yield Saved("log-sum-exp", shapes(Dim("heads", shapes.model.num_heads)), Role.USE, _FLOAT32)

@@ -250,7 +250,8 @@ class _Rank:
         model, compute = self.held.model, self._compute
         tokens = activations.local_tokens(self._layout, *self._shape)
         again = self._saved(activations.again(model, self._layout, *self._shape, self.precision.compute, self.policy.recompute))
-        return again + tokens * (3 * compute * model.ffn // self._layout.mesh.tp + (2 * compute + ITEMSIZE["float32"]) * model.hidden)
+        scores = activations.scores(model, self._layout, *self._shape, self.precision.compute, self.kind) if model.is_described else 0
+        return again + scores + tokens * (3 * compute * model.ffn // self._layout.mesh.tp + (2 * compute + ITEMSIZE["float32"]) * model.hidden)
 
     @property
     def _logits(self) -> tuple[activations.Saved, ...]:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Uneven", "divisors", "sequence_pieces", "uneven_batch", "uneven_sequence"]
+__all__ = ["Uneven", "choice", "divisors", "sequence_pieces", "uneven_batch", "uneven_sequence"]
 
 
 def divisors(number: int) -> str:
     """The divisors of `number` as a choice, largest first: `8, 4, 2 or 1`."""
-    *most, last = (str(d) for d in range(number, 0, -1) if number % d == 0)
+    return choice(n for n in range(number, 0, -1) if number % n == 0)
+
+
+def choice(numbers: Iterable[int]) -> str:
+    """Numbers, of which there is one at least, as a choice."""
+    *most, last = map(str, numbers)
     return f"{', '.join(most)} or {last}" if most else last
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pentamesh.errors import Problem
-from pentamesh.job.division import divisors, uneven_batch, uneven_sequence
+from pentamesh.job.division import choice, divisors, uneven_batch, uneven_sequence
 from pentamesh.job.job import Batch
 from pentamesh.layout.mesh import DATA_AXES, Layout
 from pentamesh.layout.split import split
@@ -54,9 +53,17 @@ def _tensor(asked: _Asked) -> Iterator[Problem]:
     tp, model = asked.layout.mesh.tp, asked.model
     if tp == 1 or not model.is_described:
         return
-    works = divisors(math.gcd(model.num_heads, model.num_kv_heads))
-    for dim, units in (("heads", model.num_heads), ("kv_heads", model.num_kv_heads)):
-        if units % tp and (first := _first(asked, dim)):
+    # Key heads that are fewer than the ranks serve several of them each, unless one tensor holds queries and keys.
+    fused = any(dim.name == "heads" and len(dim.parts) > 1 for tensor in model.block for dim in tensor.dims)
+
+    def cuts(dim: str, units: int, ranks: int) -> bool:
+        return units % ranks == 0 or (dim == "kv_heads" and not fused and ranks % units == 0)
+
+    dims = {"heads": model.num_heads, "kv_heads": model.num_kv_heads}
+    works = choice(n for n in range(model.num_heads, 0, -1) if all(cuts(*item, n) for item in dims.items()))
+    for dim, units in dims.items():
+        first = _first(asked, dim) or (_first(asked, "heads") if units != model.num_heads else "")
+        if not cuts(dim, units, tp) and first:
             yield Problem(f"tensor = {tp} does not divide {dim} = {units}", f"layout.tensor    {first}", f"use tensor = {works}")
     for dim, units in (("vocab", model.vocab), ("ffn", model.ffn)):
         # Other dims may be cut unevenly, but a module computes with something.
@@ -103,13 +110,6 @@ def _sequence(asked: _Asked) -> Iterator[Problem]:
     if asked.model.learns_positions and asked.batch.seq_len > asked.model.max_positions:
         what = f"seq_len = {asked.batch.seq_len} is beyond the {asked.model.max_positions} positions that {asked.model.name} has a table of"
         yield Problem(what, "batch.seq_len", f"use seq_len = {asked.model.max_positions} or less")
-    windows = [window for window in asked.model.windows if window is not None and window < asked.batch.seq_len]
-    if layout.sequence_parallel and windows:
-        yield Problem(
-            f"sequence_parallel attends without a mask, and {asked.model.name} has a sliding window of {min(windows)} tokens",
-            "layout.sequence_parallel",
-            f"leave it out, or use seq_len = {min(windows)}",
-        )
     if mesh.cp > 1 and layout.context == "ulysses" and asked.model.is_described and asked.model.num_kv_heads % (mesh.cp * mesh.tp):
         yield Problem(
             f"context x tensor = {mesh.cp * mesh.tp} does not divide kv_heads = {asked.model.num_kv_heads}, over which Ulysses exchanges",

@@ -3,7 +3,8 @@
     dense    pp x dp_replicate x dp_shard x cp x tp          outermost to innermost
     experts  edp x ep  =  dp_shard x cp x tp                 another view of the same ranks
 
-The innermost axes are neighbours, so tensor parallel stays inside a node whenever its degree allows.
+The innermost axes are neighbours, so tensor parallel stays inside a node whenever its degree allows. `tp/2` is the inner part of an axis: pairs of
+its neighbours.
 """
 
 from __future__ import annotations
@@ -64,7 +65,11 @@ class Mesh:
 
     def degree(self, *axes: str) -> int:
         """Number of ranks along `axes` together."""
-        return math.prod(getattr(self, axis) for axis in axes)
+        return math.prod(int(axis.partition("/")[2]) if "/" in axis else getattr(self, axis) for axis in axes)
+
+    def inner(self, axis: str, degree: int) -> str:
+        """The inner part of `axis`, of `degree` neighbours each; the axis itself where that is all of it."""
+        return axis if degree == self.degree(axis) else f"{axis}/{degree}"
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where `rank` sits on every axis, the expert view included."""
@@ -81,15 +86,19 @@ class Mesh:
         """Position of `rank` along `axes` flattened, outer to inner."""
         coords, position = self.coords(rank), 0
         for axis in axes:
-            position = position * self.degree(axis) + coords[axis]
+            position = position * self.degree(axis) + coords[axis.partition("/")[0]] % self.degree(axis)
         return position
 
     def peers(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `axes` only: the group of a collective over them, in its order."""
         view = EXPERT_AXES if set(axes) & set(EXPERT_AXES) else ("dp_shard", "cp", "tp")
         fixed = [a for a in ("pp", "dp_replicate", *view) if a not in axes]
-        mine = self._all_coords[rank]
-        same = [r for r, c in enumerate(self._all_coords) if all(c[a] == mine[a] for a in fixed)]
+        mine, inner = self._all_coords[rank], {a.partition("/")[0]: self.degree(a) for a in axes if "/" in a}
+
+        def at(coords: dict[str, int], axis: str) -> int:
+            return coords[axis] // inner.get(axis, 1)
+
+        same = [r for r, c in enumerate(self._all_coords) if all(at(c, a) == at(mine, a) for a in fixed)]
         return tuple(sorted(same, key=lambda r: self.coord(r, axes)))
 
     def first(self, rank: int, axes: tuple[str, ...]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DDP_BUCKET_BYTES", "Policy", "head_piece", "tokens_at_once"]
+__all__ = ["DDP_BUCKET_BYTES", "Policy", "head_piece", "scores_at_once", "tokens_at_once"]
 
 # The limit of every bucket of torch's DistributedDataParallel, as it is asked for in `run.place`; given one, torch has no smaller first bucket.
 # Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb.
@@ -14,6 +14,9 @@ DDP_BUCKET_BYTES = 25 * 2**20
 # writes the whole gradient of the head.
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
 LEAST_TOKENS_AT_ONCE = {"cpu": 256, "cuda": 1024}
+# Scores that attention with a window or a cap computes at a time, and the fewest queries.
+SCORES_AT_ONCE = {"cpu": 2**22, "cuda": 2**25}
+LEAST_QUERIES_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,10 @@ def tokens_at_once(vocab: int, kind: str) -> int:
 def head_piece(tokens: int, vocab: int, tp: int, kind: str) -> int:
     """Of a rank's `tokens`, those of a piece of the head's work: all where tensor ranks have to meet over each."""
     return tokens if tp > 1 else min(tokens, tokens_at_once(vocab, kind))
+
+
+def scores_at_once(heads: int, length: int, window: int | None, kind: str) -> tuple[int, int]:
+    """Of a sequence of `length`, the queries that attention with a window or a cap computes at a time, and the keys that these see; `heads` counts
+    those of all sequences. A window's worth of queries see two windows of keys."""
+    keys = min(length, 2 * window) if window else length
+    return min(max(LEAST_QUERIES_AT_ONCE, SCORES_AT_ONCE[kind] // (heads * keys)), window or length), keys

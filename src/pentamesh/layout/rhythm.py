@@ -16,7 +16,7 @@ from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, TOKEN_AXES, Layout
 from pentamesh.layout.moves import Move, crossing, mirror, moves
 from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
-from pentamesh.layout.rules import partial_axes
+from pentamesh.layout.rules import tensor_partial
 from pentamesh.layout.split import Split, split
 from pentamesh.layout.stages import on_stage
 from pentamesh.model.dims import Dim, TensorSpec
@@ -119,7 +119,8 @@ def _reduction(target: Role, layout: Layout, itemsize: int, policy: Policy, rank
 
     def computed(tensor: TensorSpec) -> Split:
         held = split(tensor, Role.COMPUTED, layout)
-        return replace(held, partial=tuple(axis for axis in held.partial if axis != "tp"))
+        waits = tensor_partial(tensor, layout)
+        return replace(held, partial=tuple(axis for axis in held.partial if axis not in waits))
 
     counts = _reductions(policy)
     cross = _once_a_kind(lambda t: crossing(computed(t), split(t, target, layout), itemsize, rank=rank))
@@ -174,8 +175,9 @@ def _activations(model: ModelSpec, layout: Layout, policy: Policy, precision: Pr
     again = times if policy.recompute != "none" else 0
     stream = activation("residual", model, layout, policy.micro_batch, seq, ("hidden",))
     for sublayer in (s for s in model.sublayers if s.layer % mesh.pp == 0):
-        # Computing a block again ends with the last tensor that its backward needs: the input of its last projection, which it does not leave.
-        yield from _boundary(stream, layout, itemsize, times, again, again if sublayer.kind == "attention" else 0)
+        # Computing a block again ends with the last tensor that its backward needs: the input of its last projection, which it leaves only to a norm.
+        leaves_again = sublayer.kind == "attention" or model.norms_what_it_adds
+        yield from _boundary(stream, layout, itemsize, times, again, again if leaves_again else 0)
         if sublayer.kind == "attention":
             yield from _attention(model, layout, policy, itemsize, seq, times)
     if mesh.pp == 1:
@@ -273,12 +275,14 @@ def _bookkeeping(model: ModelSpec, layout: Layout) -> Iterator[Crossing]:
 
 
 def partial_sums(counted: Iterable[tuple[TensorSpec, int]], layout: Layout, precision: Precision) -> Iterator[Crossing]:
-    """The sum, once a step and in one buffer, of the gradients of which each tensor rank has a part; `counted` are tensors and how many of each."""
-    if layout.mesh.tp == 1:
-        return
-    numel = sum(count * split(t, Role.STATE, layout).max_local_numel for t, count in counted if "tp" in partial_axes(t, layout))
-    if numel:
-        yield Crossing("step", Move("all_reduce", ("tp",), layout.mesh.tp, numel * ITEMSIZE[precision.gradient]), 1)
+    """The sum, once a step and in one buffer for each group, of the gradients of which each tensor rank has a part; `counted` are tensors and how
+    many of each."""
+    numels: Counter[tuple[str, ...]] = Counter()
+    for tensor, count in counted if layout.mesh.tp > 1 else ():
+        if axes := tensor_partial(tensor, layout):
+            numels[axes] += count * split(tensor, Role.STATE, layout).max_local_numel
+    for axes, numel in sorted(numels.items()):
+        yield Crossing("step", Move("all_reduce", axes, layout.mesh.degree(*axes), numel * ITEMSIZE[precision.gradient]), 1)
 
 
 def norm_axes(model: ModelSpec, layout: Layout) -> tuple[str, ...]:

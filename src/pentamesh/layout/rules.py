@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pentamesh.layout.mesh import SHARD_AXES, Layout
-from pentamesh.model.dims import TensorSpec
+from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import STORE, Role
 
-__all__ = ["SHARDED_KINDS", "TABLE", "axes_of", "cutting_axes", "is_expert", "partial_axes", "sharding_of"]
+__all__ = ["SHARDED_KINDS", "TABLE", "axes_of", "copies", "cutting_axes", "is_expert", "partial_axes", "sharding_of", "shared_by", "tensor_partial"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,17 @@ def cutting_axes(tensor: TensorSpec, position: int, role: Role, layout: Layout) 
     return tuple(axis for axis in axes if axis != "tp") if is_expert(tensor) else axes
 
 
+def copies(dim: Dim, degree: int) -> int:
+    """The neighbours among `degree` ranks that hold the same units of `dim`: key heads that are fewer than the ranks serve several of them each."""
+    shares = dim.name == "kv_heads" and not dim.parts and dim.num_units < degree and degree % dim.num_units == 0
+    return degree // dim.num_units if shares else 1
+
+
+def shared_by(tensor: TensorSpec, layout: Layout) -> int:
+    """The tensor ranks that hold the same key heads of `tensor`; 1 where each has its own, or all have all."""
+    return max((copies(dim, layout.mesh.tp) for dim in tensor.dims), default=1)
+
+
 def sharding_of(tensor: TensorSpec, role: Role, layout: Layout) -> tuple[int, tuple[str, ...]]:
     """The dim (by position) and the axes over which the strategy cuts a stored tensor; no axes where it does not."""
     expert = is_expert(tensor)
@@ -93,15 +104,23 @@ def partial_axes(tensor: TensorSpec, layout: Layout) -> tuple[str, ...]:
     """The axes over which the gradient of `tensor` is a partial sum when its block's backward is done.
 
     A gradient is partial over every axis that cuts a dim of the activation which the weight lacks: batch and sequence for all, heads for a
-    per-head norm, the sequence over tp for what acts on a sequence-parallel residual stream.
+    per-head norm, the sequence over tp for what acts on a sequence-parallel residual stream. Each rank that shares a key head has its own queries'
+    part of that head's.
     """
     if tensor.acts_on is None:
         return ()
     own = {d.name for d in tensor.dims}
     lacking = [dim for dim in tensor.acts_on.dims if dim not in own]
     axes = {axis for dim in lacking for axis in axes_of(dim, tensor.acts_on.role, layout)}
+    if (shared := shared_by(tensor, layout)) > 1:
+        axes.add(layout.mesh.inner("tp", shared))
     if is_expert(tensor):
         # Tokens reach their experts from every rank of dp_shard x cp x tp; seen from there only edp is left to sum over.
         axes = (axes - {"dp_shard", "cp", "tp"}) | ({"edp"} if layout.mesh.edp > 1 else set())
     order = ("dp_replicate", "dp_shard", "cp", "edp", "tp")
-    return tuple(axis for axis in order if axis in axes)
+    return tuple(sorted(axes, key=lambda axis: order.index(axis.partition("/")[0])))
+
+
+def tensor_partial(tensor: TensorSpec, layout: Layout) -> tuple[str, ...]:
+    """Of `partial_axes`, the tensor axis or the inner part of it, over which a sum waits for the end of the step."""
+    return tuple(axis for axis in partial_axes(tensor, layout) if axis.partition("/")[0] == "tp")

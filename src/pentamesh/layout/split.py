@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from pentamesh.layout.mesh import Layout
-from pentamesh.layout.rules import cutting_axes, partial_axes, sharding_of
+from pentamesh.layout.rules import copies, cutting_axes, partial_axes, sharding_of
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 
@@ -69,9 +69,11 @@ class Split:
         pieces = _parts(spec)
         for cut in self.cuts[dim]:
             index, count = self.layout.mesh.coord(rank, cut.axes), self.layout.mesh.degree(*cut.axes)
-            pieces = (
-                _elements(pieces, *chunk(sum(n for _, n in pieces), index, count)) if cut.by_element else _units(pieces, spec.grain, index, count)
-            )
+            if cut.by_element:
+                pieces = _elements(pieces, *chunk(sum(n for _, n in pieces), index, count))
+            else:
+                shared = copies(spec, count)
+                pieces = _units(pieces, spec.grain, index // shared, count // shared)
         return tuple(p for p in pieces if p[1]) or ((0, 0),)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:

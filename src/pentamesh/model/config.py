@@ -43,12 +43,34 @@ OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 GPT2_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 GPT2_OPTIONAL_SIZES = ("intermediate_size",)
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
-# What a missing key means to transformers 5 where that is not "as many as the query heads". Source: configuration_{mistral,qwen2,qwen3}.py.
-DEFAULTS: dict[str, dict[str, int]] = {
+REALS = (
+    "rms_norm_eps",
+    "layer_norm_epsilon",
+    "initializer_range",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+# What a missing key means to transformers 5 where that is not "none" or "as many as the query heads". Source: configuration_*.py of each.
+DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "gemma2": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+    "glm4": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
 }
+# Of a head, the share that positions rotate where `partial_rotary_factor` does not say, in families whose code asks.
+ROTATED = {"glm4": 0.5, "phi3": 1.0}
+# Where layers of each kind have rotary frequencies of their own: the key that once named their base, and what its absence means.
+ROPE_BY_KIND = {"gemma3_text": {"full_attention": ("rope_theta", 1_000_000.0), "sliding_attention": ("rope_local_base_freq", 10_000.0)}}
+_OF_ROPE = ("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 # Names of architectures that are another's under a name of their own, for which transformers has no class.
 BUILT_AS = {"kimi_k2": "deepseek_v3"}
@@ -93,9 +115,9 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config in transformers 5's spelling: `dtype` for `torch_dtype`, one `rope_parameters` for `rope_theta` and `rope_scaling`; what a
+    """The config in transformers 5's spelling: `dtype` for `torch_dtype`, one `rope_parameters` for all that is said of rotary positions; what a
     missing key means is filled in, and `auto_map` is left out, since no code that comes with a model is run."""
-    found = {key: value for key, value in config.items() if key not in ("torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "auto_map")}
+    found = {key: value for key, value in config.items() if key not in ("torch_dtype", "auto_map", *_OF_ROPE)}
     if "dtype" not in found and config.get("torch_dtype") is not None:
         found["dtype"] = config["torch_dtype"]
     if rope := _rope(config):
@@ -112,11 +134,30 @@ def as_built(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says of rotary positions, however it spells it; by kinds of layers where these differ."""
+    if kinds := ROPE_BY_KIND.get(str(config.get("model_type"))):
+        return _rope_by_kind(config, kinds)
     parts = [part for key in ("rope_scaling", "rope_parameters") if isinstance(part := config.get(key), dict)]
     rope = {("rope_type" if key == "type" else key): value for part in parts for key, value in part.items()}
     if config.get("rope_theta") is not None:
         rope.setdefault("rope_theta", config["rope_theta"])
+    share = config.get("partial_rotary_factor", ROTATED.get(str(config.get("model_type"))))
+    if share is not None:
+        rope.setdefault("partial_rotary_factor", share)
     return {"rope_type": "default", **rope} if rope else {}
+
+
+def _rope_by_kind(config: Mapping[str, Any], kinds: Mapping[str, tuple[str, float]]) -> dict[str, Any]:
+    """As `_rope`; what an older spelling scales is the positions of layers that see all."""
+    given = config.get("rope_parameters")
+    given = given if isinstance(given, dict) else {}
+    scaling = config.get("rope_scaling")
+    rope = {}
+    for kind, (key, base) in kinds.items():
+        scaled = scaling if kind == "full_attention" and isinstance(scaling, dict) else {}
+        said = {**(given.get(kind) or {}), **{("rope_type" if k == "type" else k): v for k, v in scaled.items()}}
+        rope[kind] = {"rope_type": "default", "rope_theta": config.get(key, base), **said}
+    return rope
 
 
 def check(config: Mapping[str, Any], where: str) -> None:
@@ -162,8 +203,10 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """What transformers would compute with, or look up, only once the modules are built."""
     rope = _rope(config)
-    reals = {key: config.get(key) for key in ("rms_norm_eps", "layer_norm_epsilon", "initializer_range")}
-    for key, value in (reals | {"rope_theta": rope.get("rope_theta"), "rope factor": rope.get("factor")}).items():
+    ropes = list(rope.values()) if config["model_type"] in ROPE_BY_KIND else [rope]
+    reals = [(key, config.get(key)) for key in REALS]
+    rotary = {"rope_theta": "rope_theta", "factor": "rope factor", "partial_rotary_factor": "partial_rotary_factor"}
+    for key, value in [*reals, *((said, part.get(key)) for part in ropes for key, said in rotary.items())]:
         real = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
         if value is not None and not real:
             yield key, f"{key} = {value!r} is not a number above 0", "fetch the config.json again"
@@ -173,8 +216,8 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield key, f"{key} = {share!r} is no share of activations", "a share lies between 0 and 1"
     if config.get("add_cross_attention"):
         yield "add_cross_attention", "this is a decoder that attends to an encoder's output too", "give a model of text alone"
-    words = [(key, config.get(key), ACTIVATIONS) for key in ("hidden_act", "activation_function")]
-    for key, value, known in (*words, ("rope_type", rope.get("rope_type"), ROPE_TYPES)):
+    words = [(key, config.get(key), ACTIVATIONS) for key in ("hidden_act", "hidden_activation", "activation_function")]
+    for key, value, known in (*words, *(("rope_type", part.get("rope_type"), ROPE_TYPES) for part in ropes)):
         if value is not None and value not in known:
             yield key, f"{key} = {value!r} is not one that is known", f"known are {', '.join(known)}"
 

@@ -53,7 +53,7 @@ class TensorSpec:
     name       transformers' name of the parameter in memory
     dims       its dimensions, outermost first
     acts_on    the activation that its operation reads or scales
-    kind       `matmul` | `lookup` | `scale` | `bias` | `activation`: decides FLOPs and random initialisation
+    kind       `matmul` | `lookup` | `scale` | `excess` (of a scale over one) | `bias` | `activation`: decides FLOPs and random initialisation
     unit       the module that is gathered as one (`model.layers.3`), or "" for what belongs to the root
     tied_to    the name of the parameter that this one *is*, when two names share one tensor
     met        of how many copies (experts) in it a token meets how many: (k, E); (0, 1) for what a token of text never meets

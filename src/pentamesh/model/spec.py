@@ -37,6 +37,8 @@ class ModelSpec:
     config        the config.json as read, for whoever builds the modules
     tensors       every parameter, tied ones under both names, in forward order
     windows       per layer how many tokens one token attends to (None: all before it; 0: no softmax attention); empty where all see all
+    rotary        the width of every table of cosines that positions are rotated by; empty where none is
+    logit_cap     where logits saturate, None where they do not; score_cap of attention's scores
     kept          of a generic model, from which its activations are estimated; a described family lists them
     untrainable   what keeps the trainer from it; empty where nothing does
     is_assumed    whether the config is the catalogue's and not the model's own
@@ -57,6 +59,9 @@ class ModelSpec:
     config: dict[str, Any] = field(repr=False, compare=False, default_factory=dict)
     notes: tuple[str, ...] = ()
     windows: tuple[int | None, ...] = ()
+    rotary: tuple[int, ...] = ()
+    logit_cap: float | None = None
+    score_cap: float | None = None
     kept: Kept | None = None
     untrainable: str = ""
     is_assumed: bool = False
@@ -92,15 +97,14 @@ class ModelSpec:
         return self.units[first] if first else ()
 
     @cached_property
+    def norms_what_it_adds(self) -> bool:
+        """Whether what a sublayer leaves is normed before it is added to the stream."""
+        return bool(self.block) and len(self.block[-1].dims) == 1 and self.block[-1].kind != "bias"
+
+    @cached_property
     def learns_positions(self) -> bool:
         """Whether each position is looked up in a table, beyond whose end there is none."""
         return any(t.kind == "lookup" and t.dims[0].name == "positions" for t in self.tensors)
-
-    @cached_property
-    def fused(self) -> tuple[TensorSpec, ...]:
-        """Parameters that are several tensors in one: a tensor axis cuts within each, which no DTensor placement says, so that they are planned
-        over it and not trained."""
-        return tuple(t for t in self.parameters if any(len(dim.parts) > 1 for dim in t.dims))
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:

@@ -78,9 +78,7 @@ def _axes(model: ModelSpec, *, trained_only: bool) -> tuple[str, ...]:
     """The axes beside data whose degrees are open where the request leaves them so."""
     if not model.is_described:
         return ()  # its dims have no names to cut
-    if not trained_only:
-        return ("tensor", "pipeline")
-    return () if model.fused else ("tensor",)
+    return ("tensor",) if trained_only else ("tensor", "pipeline")
 
 
 def judged(job: Job, model: ModelSpec, hardware: Hardware, axes: Sequence[str] = (), *, lean: bool = False) -> Iterator[Prediction]:

@@ -12,10 +12,8 @@ from pentamesh.job.hardware import Hardware, read_hardware, started_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.read import check_trainable, is_hub_data, read_job, resolve
 from pentamesh.job.started import started
-from pentamesh.layout.split import split
 from pentamesh.model.families import generic
 from pentamesh.model.read import read_model, resolved
-from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.plan import Plan
@@ -104,10 +102,9 @@ def _check_runnable(plan: Plan, model: ModelSpec, where: str) -> None:
     if plan.layout.mesh.degree("pp", "cp", "ep") > 1:
         hint = "data and tensor are: make the other degrees 1"
         raise InputError(f"{plan.layout.mesh} is planned but not trained yet", where=where, hint=hint)
-    if plan.layout.mesh.tp > 1 and (fused := model.fused):
-        first = split(fused[0], Role.STATE, plan.layout)
-        what = f"tensor = {plan.layout.mesh.tp} cuts {first} and {len(fused) - 1} more fused tensors: planned but not trained yet"
-        raise InputError(what, where=f"{where} layout.tensor", hint="the data axes train this model: use tensor = 1")
+    if plan.layout.sequence_parallel and model.learns_positions:
+        what = f"sequence_parallel is planned for {model.name} but not trained yet: its positions are added to a whole stream"
+        raise InputError(what, where=f"{where} layout.sequence_parallel", hint="leave it out")
 
 
 def _hardware(job: Job) -> Hardware:

@@ -49,18 +49,19 @@ def join_head_and_loss(built: PreTrainedModel, model: ModelSpec, world: World) -
     spec = next(t for t in model.tensors if t.kind == "matmul" and not t.unit)
     low, count = split(spec, Role.USE, world.layout).intervals(world.rank, 0)[0]
     head: Any = built.get_output_embeddings()
-    joint = _Joint(weakref.ref(head), _Part(low, count, world.group(("tp",)) if world.layout.mesh.tp > 1 else None))
+    joint = _Joint(weakref.ref(head), _Part(low, count, world.group(("tp",)) if world.layout.mesh.tp > 1 else None, model.logit_cap))
     head.forward = joint.read
     built.loss_function = joint.loss
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The rows of the vocabulary that this rank has, and with whom it shares the rest."""
+    """The rows of the vocabulary that this rank has, with whom it shares the rest, and where logits saturate."""
 
     low: int
     count: int
     group: dist.ProcessGroup | None
+    cap: float | None
 
 
 @dataclass
@@ -84,7 +85,8 @@ class _Joint:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """weight * sum of (log(sum exp(logits)) - logit of the label) over trained tokens, where logits = stream @ head.T."""
+    """weight * sum of (log(sum exp(logits)) - logit of the label) over trained tokens, where logits = stream @ head.T, or with a cap
+    cap * tanh(stream @ head.T / cap)."""
 
     @staticmethod
     def forward(ctx: Any, stream: torch.Tensor, head: torch.Tensor, targets: Targets, part: _Part, trains: bool) -> torch.Tensor:
@@ -97,10 +99,16 @@ class _HeadLoss(torch.autograd.Function):
         for tokens in pieces:
             read = stream[tokens]
             logits = (read @ head.T).to(wide)
+            shares = None
+            if part.cap:
+                shares = logits.div_(part.cap).tanh_()
+                logits = shares * part.cap
             total += _losses_to_gradients(logits, targets.labels[tokens], targets.weight, part).sum()
             if trains:
+                if shares is not None:
+                    logits.addcmul_(logits, shares.square_(), value=-1)
                 gradient = logits.to(stream.dtype)
-                del logits
+                del logits, shares
                 of_stream[tokens] = gradient @ head
                 _add_product(of_head, gradient.T, read)
         ctx.stream, ctx.head = of_stream, of_head

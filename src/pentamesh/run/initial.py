@@ -29,7 +29,7 @@ def initial(
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """The random initial values of what `rank` holds of `tensor`: normal(0, std) for matrices (narrower by
-    a tensor's `spread`), ones for scales, zeros for biases.
+    a tensor's `spread`), ones for scales, zeros for biases and for what a scale has over one.
 
     Drawn in float32 (float64 when `dtype` is that), then cast. The embedding of a padding token is drawn like any other.
 
@@ -41,7 +41,7 @@ def initial(
     elif tensor.kind in ("matmul", "lookup"):
         for box in split.boxes(rank):
             _draw(local, tensor, box, seed, std)
-    elif tensor.kind != "bias":
+    elif tensor.kind not in ("bias", "excess"):
         raise ValueError(f"{tensor} is a {tensor.kind}, which has no initial value")
     return local.to(device)
 

@@ -28,24 +28,36 @@ def keep_less(built: nn.Module, compiled: Collection[str] = ()) -> None:
             module.__class__ = class_with(type(module), (("forward", _normed),))
         elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
             module.__class__ = class_with(type(module), (("forward", _fed),))
+        elif all(hasattr(module, name) for name in ("gate_up_proj", "down_proj", "activation_fn")):
+            module.__class__ = class_with(type(module), (("forward", _fed_by_both),))
 
 
 def _normed(module: Any, stream: torch.Tensor) -> torch.Tensor:
-    return _RMSNorm.apply(stream, module.weight, module.variance_epsilon)
+    # Gemma's norms, whose weights start at zero, call their epsilon another name.
+    centred = not hasattr(module, "variance_epsilon")
+    return _RMSNorm.apply(stream, module.weight, module.eps if centred else module.variance_epsilon, centred)
 
 
 def _fed(module: Any, stream: torch.Tensor) -> torch.Tensor:
     return module.down_proj(_GatedProduct.apply(module.gate_proj(stream), module.up_proj(stream), module.act_fn))
 
 
+def _fed_by_both(module: Any, stream: torch.Tensor) -> torch.Tensor:
+    gate, up = module.gate_up_proj(stream).chunk(2, dim=-1)
+    return module.down_proj(_GatedProduct.apply(gate, up, module.activation_fn))
+
+
 class _RMSNorm(torch.autograd.Function):
-    """weight * x / rms(x), the root in float32 (float64 for a float64 model)."""
+    """weight * x / rms(x), the root in float32 (float64 for a float64 model); where `centred` (1 + weight) * x / rms(x), all of it."""
 
     @staticmethod
-    def forward(ctx: Any, stream: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    def forward(ctx: Any, stream: torch.Tensor, weight: torch.Tensor, epsilon: float, centred: bool) -> torch.Tensor:
         wide = stream.to(torch.promote_types(stream.dtype, torch.float32))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
         ctx.save_for_backward(stream, weight, scale)
+        ctx.centred = centred
+        if centred:
+            return (wide * scale * (1.0 + weight.to(wide.dtype))).to(stream.dtype)
         return weight * (wide * scale).to(stream.dtype)
 
     @staticmethod
@@ -54,9 +66,9 @@ class _RMSNorm(torch.autograd.Function):
         stream, weight, scale = ctx.saved_tensors
         normalised = stream.to(scale.dtype) * scale
         of_weight = (gradient * normalised).flatten(0, -2).sum(0).to(weight.dtype)
-        of_stream = (gradient * weight).to(scale.dtype)
+        of_stream = gradient * (1.0 + weight.to(scale.dtype)) if ctx.centred else (gradient * weight).to(scale.dtype)
         of_stream = of_stream.addcmul_(normalised, (of_stream * normalised).mean(-1, keepdim=True), value=-1).mul_(scale)
-        return of_stream.to(stream.dtype), of_weight, None
+        return of_stream.to(stream.dtype), of_weight, None, None
 
 
 class _GatedProduct(torch.autograd.Function):

@@ -6,7 +6,6 @@ What was built is checked against the plan on every rank before the first step.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import torch
@@ -14,20 +13,20 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pentamesh.checkpoint.together import together
-from pentamesh.errors import Drift, InputError, Problem
+from pentamesh.errors import Drift, Problem
 from pentamesh.job.precision import Precision
-from pentamesh.layout.mesh import AXES, Layout
+from pentamesh.layout.mesh import Layout
 from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
 from pentamesh.layout.rules import sharding_of
 from pentamesh.layout.split import Split, split
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
+from pentamesh.run.attention import ATTENTION
 from pentamesh.run.compiled import compile_blocks
 from pentamesh.run.data.batches import Micro
 from pentamesh.run.head import join_head_and_loss
@@ -35,10 +34,10 @@ from pentamesh.run.lean import keep_less
 from pentamesh.run.loss import weighted_loss
 from pentamesh.run.recompute import recompute
 from pentamesh.run.shown import Getter, cast_to, show
-from pentamesh.run.tensor import ATTENTION, cross_borders, cut
+from pentamesh.run.tensor import cross_borders, cut
 from pentamesh.run.world import World
 
-__all__ = ["Filler", "build", "check", "local", "place", "torch_dtype", "whole_view"]
+__all__ = ["Filler", "build", "check", "local", "place", "torch_dtype"]
 
 # Gives a rank's local part of a parameter: read from a folder, or drawn at random.
 Filler = Callable[[TensorSpec, Split, int, torch.dtype], torch.Tensor]
@@ -58,12 +57,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def build(model: ModelSpec, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+def build(model: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
     """The model's modules: parameters on the meta device, buffers (rotary frequencies) real and as direct construction makes them."""
     config = {key: value for key, value in model.config.items() if key not in ("auto_map", "quantization_config")}
     config = AutoConfig.for_model(**config)
     config.use_cache = False
     with init_empty_weights(include_buffers=False):
+        attention = ATTENTION if model.is_described else "sdpa"
         built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     built.tie_weights()
     return built.train()
@@ -74,7 +74,7 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
 
     Raises Drift when a parameter's shape, placement or dtype is not the plan's.
     """
-    built = build(model, torch_dtype(precision.weight), ATTENTION if layout.sequence_parallel else "sdpa")
+    built = build(model, torch_dtype(precision.weight))
     if layout.mesh.tp > 1:
         cut(built, model, layout, world)
     if model.is_described:
@@ -227,26 +227,3 @@ def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """The trainable parameters by Hugging Face name, whatever wraps the module."""
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     return dict(inner.named_parameters())
-
-
-def whole_view(parameter: torch.Tensor, tensor: TensorSpec, world: World) -> torch.Tensor:
-    """What this rank holds, in the same storage, as a part of the whole tensor: a DTensor over every axis of its mesh that cuts it or copies it,
-    or the tensor itself where no axis but the data's does."""
-    mesh = world.layout.mesh
-    if mesh.tp == 1:
-        return parameter
-    names = split(tensor, Role.STATE, world.layout).placements()
-    if names is None:
-        raise InputError(f"{tensor} has no DTensor placement", hint="choose degrees that cut it between heads, and not inside a fused part")
-    axes = tuple(axis for axis in AXES if mesh.degree(axis) > 1)
-    placements = [_placement(names.get((axis,))) for axis in axes]
-    stride = torch.empty(tensor.shape, device="meta").stride()
-    return DTensor.from_local(local(parameter), world.mesh[axes], placements, run_check=False, shape=torch.Size(tensor.shape), stride=stride)
-
-
-def _placement(name: str | None) -> Placement:
-    """The placement of a name that `split` gives."""
-    if name is None:
-        return Replicate()
-    dim, *factor = (int(number) for number in re.findall(r"\d+", name))
-    return _StridedShard(dim, split_factor=factor[0]) if factor else Shard(dim)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from pentamesh.layout.policy import Policy
+from pentamesh.run import attention  # noqa: F401 - registers the operator that is named below
 
 __all__ = ["recompute"]
 
@@ -23,6 +24,7 @@ DEAR = [
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.pentamesh.attention.default,
 ]
 
 

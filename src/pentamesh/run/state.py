@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
+from pentamesh.checkpoint.held import held
 from pentamesh.checkpoint.load import load
 from pentamesh.checkpoint.save import save
 from pentamesh.errors import InputError
+from pentamesh.layout.split import split
+from pentamesh.model.roles import Role
 from pentamesh.plan.plan import Plan
 from pentamesh.run.optim import STATE_NAMES
-from pentamesh.run.place import whole_view
+from pentamesh.run.place import local
 from pentamesh.run.step import StepResult, Trainee
 
 __all__ = ["Counters", "restore", "store", "tensors"]
@@ -43,13 +46,14 @@ class Counters:
 def tensors(trainee: Trainee) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, by name: weights, moments, step counts and each rank's random state."""
     found: dict[str, torch.Tensor] = {}
+    rank, layout = trainee.world.rank, trainee.world.layout
     for tensor in trainee.model.parameters:
-        parameter = trainee.parameters[tensor.name]
-        state = trainee.optimizer.state[parameter]
-        found[f"model.{tensor.name}"] = whole_view(parameter.detach(), tensor, trainee.world)
-        for part in STATE_NAMES:
-            whole = state[part].ndim > 0
-            found[f"optimizer.{tensor.name}.{part}"] = whole_view(state[part], tensor, trainee.world) if whole else state[part]
+        parameter, kept = trainee.parameters[tensor.name], split(tensor, Role.STATE, layout)
+        found |= held(f"model.{tensor.name}", local(parameter.detach()), kept, rank)
+        for name in STATE_NAMES:
+            value = trainee.optimizer.state[parameter][name]
+            own = f"optimizer.{tensor.name}.{name}"
+            found |= held(own, local(value), kept, rank) if value.ndim else {own: value}
     found[f"rng.{trainee.world.rank}"] = torch.get_rng_state()
     if trainee.world.device.type == "cuda":
         found[f"rng_cuda.{trainee.world.rank}"] = torch.cuda.get_rng_state(trainee.world.device)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pentamesh.layout.mesh import TOKEN_AXES
 from pentamesh.layout.policy import Policy
 from pentamesh.layout.rhythm import norm_axes
+from pentamesh.layout.rules import shared_by
 from pentamesh.layout.split import split
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
@@ -112,13 +113,15 @@ def _reducing(module: nn.Module, policy: Policy, *, last: bool) -> Iterator[None
 def grad_norm(trainee: Trainee) -> float:
     """The 2-norm of the whole gradient, each logical parameter counted once; the same on every rank.
 
-    Squares are summed in float64 over the axes that part gradients; a tensor that such an axis does not cut is held by all its ranks and
-    weighs one share. Stages hold different tensors.
+    Squares are summed in float64 over the axes that part gradients; a tensor that such an axis does not cut, or key heads that its ranks share,
+    are held several times and weigh one share. Stages hold different tensors.
     """
     model, parameters, world = trainee.model, trainee.parameters, trainee.world
     axes, mesh = norm_axes(model, world.layout), world.layout.mesh
     alike = set(axes) - {"pp"}
-    weights = {t.name: 1.0 / mesh.degree(*(alike - set(split(t, Role.STATE, world.layout).axes))) for t in model.parameters}
+    weights = {
+        t.name: 1.0 / (mesh.degree(*(alike - set(split(t, Role.STATE, world.layout).axes))) * shared_by(t, world.layout)) for t in model.parameters
+    }
     grads = {name: local(p.grad) for name, p in parameters.items() if p.grad is not None}
     norms = torch.stack(torch._foreach_norm(list(grads.values()), dtype=torch.float64))
     shares = torch.tensor([weights[name] for name in grads], dtype=torch.float64, device=norms.device)

@@ -8,6 +8,7 @@ back onto the stream. Sequence parallel cuts the stream itself between blocks.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -15,10 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
-from pentamesh.errors import InputError
 from pentamesh.layout.mesh import Layout
 from pentamesh.layout.rules import cutting_axes
 from pentamesh.layout.split import split
@@ -27,18 +26,13 @@ from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.world import World
 
-__all__ = ["ATTENTION", "cross_borders", "cut"]
+__all__ = ["cross_borders", "cut"]
 
 AXIS = ("tp",)
-# Causal attention without a mask: transformers would make one as long as the stream, which sequence parallel has cut.
-ATTENTION = "pentamesh_causal"
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_attention_forward)
 
 
 def cut(built: nn.Module, model: ModelSpec, layout: Layout, world: World) -> None:
-    """Give every parameter, still without storage, the shape that this rank works with. Raises InputError for a model with fused ones."""
-    if fused := model.fused:
-        raise InputError(f"{fused[0]} is fused of several: such tensors are not cut over tensor ranks yet", hint="use tensor = 1")
+    """Give every parameter, still without storage, the shape that this rank works with, and the modules that know their sizes by heart these."""
     for tensor in model.parameters:
         whole = built.get_parameter(tensor.name)
         shape = split(tensor, Role.USE, layout).local_shape(world.rank)
@@ -46,6 +40,8 @@ def cut(built: nn.Module, model: ModelSpec, layout: Layout, world: World) -> Non
     for tensor in model.tensors:
         if tensor.tied_to is not None:
             _set(built, tensor.name, built.get_parameter(tensor.tied_to))
+    for module in built.modules():
+        _resize(module, layout.mesh.tp)
 
 
 def cross_borders(built: nn.Module, model: ModelSpec, layout: Layout, world: World) -> None:
@@ -55,7 +51,7 @@ def cross_borders(built: nn.Module, model: ModelSpec, layout: Layout, world: Wor
         built.get_submodule(path).register_forward_pre_hook(borders.enter, with_kwargs=True)
     for tensor in model.tensors:
         module = built.get_submodule(_module(tensor))
-        if tensor.kind == "matmul" and _is_cut(tensor, 1, layout):
+        if tensor.kind == "matmul" and _is_cut(tensor, _reads(tensor), layout):
             if module._parameters.get("bias") is not None:
                 module.forward = MethodType(_without_bias, module)
             module.register_forward_hook(borders.leave)
@@ -65,6 +61,18 @@ def cross_borders(built: nn.Module, model: ModelSpec, layout: Layout, world: Wor
             module.register_forward_pre_hook(rows.before)
             module.register_forward_hook(rows.after)
             module.register_forward_hook(borders.leave)
+
+
+def _resize(module: Any, tp: int) -> None:
+    """Of what a module's code takes apart by sizes from the config, those that are this rank's."""
+    if hasattr(module, "qkv_proj"):
+        module.config = copy(module.config)
+        module.config.num_attention_heads //= tp
+        module.num_key_value_heads //= tp
+    elif hasattr(module, "split_size"):
+        module.split_size //= tp
+    elif isinstance(module, Conv1D):
+        module.nf = module.weight.shape[1]
 
 
 def _set(built: nn.Module, name: str, parameter: torch.Tensor) -> None:
@@ -80,9 +88,15 @@ def _is_cut(tensor: TensorSpec, position: int, layout: Layout) -> bool:
     return "tp" in cutting_axes(tensor, position, Role.USE, layout)
 
 
+def _reads(tensor: TensorSpec) -> int:
+    """Which dim of a projection is that of its input: the last of the activation that it acts on."""
+    assert tensor.acts_on is not None
+    return next(i for i, dim in enumerate(tensor.dims) if dim.name == tensor.acts_on.dims[-1])
+
+
 def _entered(model: ModelSpec, layout: Layout) -> list[str]:
     """The modules that read the residual stream for projections that are cut along their output: the sublayers, and the head."""
-    heads = (_module(t) for t in model.tensors if t.kind == "matmul" and _is_cut(t, 0, layout))
+    heads = (_module(t) for t in model.tensors if t.kind == "matmul" and _is_cut(t, 1 - _reads(t), layout))
     return list(dict.fromkeys(path.rpartition(".")[0] or path for path in heads))
 
 
@@ -145,9 +159,9 @@ def _scatter(stream: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 _MOVES = {"copy": lambda stream, _group: stream.view_as(stream), "sum": _sum, "gather": _gather, "scatter": _scatter}
 
 
-def _without_bias(module: nn.Linear, stream: torch.Tensor) -> torch.Tensor:
+def _without_bias(module: nn.Linear | Conv1D, stream: torch.Tensor) -> torch.Tensor:
     """A projection's partial sum; the bias belongs to the whole sum, and is added there."""
-    return nn.functional.linear(stream, module.weight)
+    return nn.functional.linear(stream, module.weight) if isinstance(module, nn.Linear) else stream @ module.weight
 
 
 @dataclass

@@ -23,6 +23,7 @@ from pentamesh.job.precision import PRECISIONS
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.policy import Policy
 from pentamesh.layout.rhythm import LedgerRow, ledger, rhythm
+from pentamesh.layout.rules import copies
 from pentamesh.layout.split import split
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.families import describe
@@ -192,8 +193,12 @@ def _cut_by_torch(tensor: TensorSpec, trial: Trial, trainee: Trainee) -> torch.T
     world, parameter = trainee.world, trainee.parameters[tensor.name]
     part = drawn(trial.seed, world)(tensor, split(tensor, Role.STATE, Layout()), 0, parameter.dtype)
     cut = [position for position, cuts in enumerate(split(tensor, Role.USE, world.layout).cuts) if cuts]
-    if cut:
-        part = distribute_tensor(part, world.mesh["tp"], [Shard(cut[0])], src_data_rank=None).to_local()
+    if cut and (shared := copies(tensor.dims[cut[0]], world.layout.mesh.tp)) > 1:
+        part = part.chunk(world.layout.mesh.tp // shared, dim=cut[0])[world.layout.mesh.coord(world.rank, ("tp",)) // shared]
+    elif cut:
+        fused = part.split(list(tensor.dims[cut[0]].parts) or tensor.shape[cut[0]], dim=cut[0])
+        pieces = [distribute_tensor(one, world.mesh["tp"], [Shard(cut[0])], src_data_rank=None).to_local() for one in fused]
+        part = torch.cat(pieces, dim=cut[0])
     if isinstance(parameter, DTensor):
         part = distribute_tensor(part, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
     return part

@@ -69,9 +69,11 @@ class World:
         return self._groups[axes]
 
     def axes_of(self, group: dist.ProcessGroup) -> tuple[str, ...]:
-        """The axes that a process group runs along: those on which its ranks differ."""
-        coords = [self.layout.mesh.coords(rank) for rank in dist.get_process_group_ranks(group)]
-        return tuple(axis for axis in AXES if len({c[axis] for c in coords}) > 1)
+        """The axes that a process group runs along: those on which its ranks differ, or the inner part of one."""
+        mesh = self.layout.mesh
+        coords = [mesh.coords(rank) for rank in dist.get_process_group_ranks(group)]
+        places = {axis: len({c[axis] for c in coords}) for axis in AXES}
+        return tuple(mesh.inner(axis, count) for axis, count in places.items() if count > 1)
 
     def sum(self, values: list[int] | list[float], axes: tuple[str, ...]) -> list[float]:
         """`values` summed over `axes`: one all-reduce of int64 or float64, or none where the axes hold one rank."""

@@ -60,7 +60,7 @@ def kept(tensors: Iterable[TensorSpec], sizes: dict[str, int]) -> Kept:
     matmuls = [t for t in blocks if t.kind == "matmul"]
     mixing = sum(_width(t, sizes["hidden"]) for t in matmuls if _mixes(t))
     feeding = sum(_width(t, sizes["hidden"]) for t in matmuls if not _mixes(t))
-    normed = sum(_normed(t, sizes) for t in blocks if t.kind == "scale" and t.name.endswith("weight"))
+    normed = sum(_normed(t, sizes) for t in blocks if t.kind in ("scale", "excess") and t.name.endswith("weight"))
     sent = sum(2 * t.met[0] * sizes["hidden"] for t in matmuls if t.met[1] > 1) / 2  # gate_up and down share what is sent
     layers = sizes["num_layers"]
     return Kept(round((mixing + feeding * 4 / 3 + sent) / layers), round(normed / layers))

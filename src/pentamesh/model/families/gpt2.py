@@ -10,6 +10,7 @@ from math import sqrt
 from typing import Any
 
 from pentamesh.model.dims import Acts, Dim, TensorSpec
+from pentamesh.model.families.dropped import dropping
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 
@@ -80,10 +81,5 @@ def describe(config: dict[str, Any], name: str) -> ModelSpec:
         max_positions=config["n_positions"],
         tensors=(embedding, positions, *(t for i in range(layers) for t in block(i)), *norm("transformer.ln_f", ""), head),
         config=config,
-        untrainable=_untrainable(config),
+        untrainable=dropping(config, DROPOUT),
     )
-
-
-def _untrainable(config: dict[str, Any]) -> str:
-    dropping = [key for key, share in DROPOUT.items() if config.get(key, share)]
-    return f"it drops activations at random ({', '.join(dropping)}), by other draws on every layout" if dropping else ""

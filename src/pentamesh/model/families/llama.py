@@ -1,42 +1,87 @@
 """The Llama family: pre-norm decoders with rotary positions, grouped queries and a gated MLP.
 
-Llama 2 and 3, SmolLM2 and TinyLlama are `llama`; Mistral, Qwen2 and Qwen3 differ in biases and in the norms of queries and keys.
-Names and shapes are those of transformers' modules, checked against the model on the meta device.
+Llama 2 and 3, SmolLM2 and TinyLlama are `llama`; Mistral, Qwen2 and Qwen3 differ in biases and in the norms of queries and keys; Gemma and GLM-4
+norm what a sublayer leaves too; Phi-3 (and Phi-4) and GLM-4 fuse projections. Names and shapes are those of transformers' modules, checked against
+the model on the meta device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pentamesh.model.dims import Acts, Dim, TensorSpec
+from pentamesh.model.families.dropped import dropping
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 
 __all__ = ["VARIATIONS", "describe"]
 
+Config = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Variation:
-    """Where a family departs from Llama. A bias is fixed by the code (True, False) or named by the config (a key)."""
+    """Where a family departs from Llama. A bias is fixed by the code (True, False) or named by the config (a key).
+
+    qk_norm     whether queries and keys are normed: each as it is projected, or once values are projected too
+    before      the norms of the stream before attention and before the MLP
+    after       the norms of what they leave, or none
+    centred     norms multiply by one more than their weight, which starts at zero
+    fused       the projections that are one tensor: queries, keys and values, or gate and up
+    slides      whether a layer, by its number, attends within `sliding_window` where `layer_types` does not say
+    window      what a missing `sliding_window` means
+    """
 
     qkv_bias: bool | str = False
     out_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: Literal["", "as projected", "after all"] = ""
+    before: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    after: tuple[str, str] | None = None
+    centred: bool = False
+    fused: tuple[str, ...] = ()
+    slides: Callable[[Config, int], bool] = lambda _config, _layer: False
+    window: int | None = 4096
 
 
-VARIATIONS = {
-    "llama": Variation(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
-    "mistral": Variation(),
-    "qwen2": Variation(qkv_bias=True),
-    "qwen3": Variation(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True),
+def _in_all(_config: Config, _layer: int) -> bool:
+    return True
+
+
+def _in_upper(config: Config, layer: int) -> bool:
+    return bool(config.get("use_sliding_window")) and layer >= config.get("max_window_layers", 28)
+
+
+def _but_each(period: int) -> Callable[[Config, int], bool]:
+    return lambda config, layer: bool((layer + 1) % config.get("sliding_window_pattern", period))
+
+
+_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+_GEMMA: dict[str, Any] = _BIAS | {
+    "before": ("input_layernorm", "pre_feedforward_layernorm"),
+    "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "centred": True,
 }
+# Source: transformers, configuration_*.py and modeling_*.py of each.
+VARIATIONS = {
+    "llama": Variation(**_BIAS, mlp_bias="mlp_bias"),
+    "mistral": Variation(slides=_in_all),
+    "qwen2": Variation(qkv_bias=True, slides=_in_upper),
+    "qwen3": Variation(**_BIAS, qk_norm="as projected", slides=_in_upper),
+    "gemma2": Variation(**_GEMMA, slides=_but_each(2)),
+    "gemma3_text": Variation(**_GEMMA, qk_norm="after all", slides=_but_each(6)),
+    "phi3": Variation(fused=("qkv", "gate_up"), slides=_in_all, window=None),
+    "glm4": Variation(qkv_bias="attention_bias", after=("post_self_attn_layernorm", "post_mlp_layernorm"), fused=("gate_up",)),
+}
+DROPOUT = {"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 _STREAM = ("batch", "seq", "hidden")
+_CARRIED = Acts(Role.CARRY, _STREAM)
 
 
-def describe(config: dict[str, Any], name: str) -> ModelSpec:
+def describe(config: Config, name: str) -> ModelSpec:
     """The spec of a config of this family. Raises KeyError for a config without one of its sizes."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -49,7 +94,9 @@ def describe(config: dict[str, Any], name: str) -> ModelSpec:
     hidden = Dim("hidden", config["hidden_size"])
     vocab = Dim("vocab", config["vocab_size"])
     q, kv = Dim("heads", heads * head_dim, head_dim), Dim("kv_heads", kv_heads * head_dim, head_dim)
+    qkv = Dim("heads", q.size + 2 * kv.size, head_dim, (q.size, kv.size, kv.size))
     ffn = Dim("ffn", config["intermediate_size"])
+    gate_up = Dim("ffn", 2 * ffn.size, 1, (ffn.size, ffn.size))
 
     def linear(path: str, out: Dim, into: Dim, bias: bool, unit: str) -> list[TensorSpec]:
         reads = Acts(Role.USE, ("batch", "seq", into.name))
@@ -58,28 +105,35 @@ def describe(config: dict[str, Any], name: str) -> ModelSpec:
         found = [TensorSpec(f"{path}.weight", (out, into), reads, "matmul", unit)]
         return found + ([TensorSpec(f"{path}.bias", (out,), adds, "bias", unit)] if bias else [])
 
-    def norm(path: str, dim: Dim, acts: Acts, unit: str) -> list[TensorSpec]:
-        return [TensorSpec(f"{path}.weight", (dim,), acts, "scale", unit)]
+    def norm(path: str, dim: Dim = hidden, acts: Acts = _CARRIED, unit: str = "") -> TensorSpec:
+        return TensorSpec(f"{path}.weight", (dim,), acts, "excess" if vary.centred else "scale", unit)
+
+    def head_norm(unit: str, letter: str, heads: Dim) -> TensorSpec:
+        per_head = Acts(Role.USE, ("batch", "seq", heads.name, "head_dim"))
+        return norm(f"{unit}.self_attn.{letter}_norm", Dim("head_dim", head_dim), per_head, unit)
 
     def attention(unit: str) -> list[TensorSpec]:
-        path, found = f"{unit}.self_attn", []
-        for letter, dim in (("q", q), ("k", kv), ("v", kv)):
-            found += linear(f"{path}.{letter}_proj", dim, hidden, has(vary.qkv_bias), unit)
-            if vary.qk_norm and letter != "v":
-                per_head = Acts(Role.USE, ("batch", "seq", dim.name, "head_dim"))
-                found += norm(f"{path}.{letter}_norm", Dim("head_dim", head_dim), per_head, unit)
+        path, found, bias = f"{unit}.self_attn", [], has(vary.qkv_bias)
+        for letter, dim in (("q", q), ("k", kv), ("v", kv)) if "qkv" not in vary.fused else (("qkv", qkv),):
+            found += linear(f"{path}.{letter}_proj", dim, hidden, bias, unit)
+            if vary.qk_norm == "as projected" and letter != "v":
+                found.append(head_norm(unit, letter, dim))
+        if vary.qk_norm == "after all":
+            found += [head_norm(unit, "q", q), head_norm(unit, "k", kv)]
         return found + linear(f"{path}.o_proj", hidden, q, has(vary.out_bias), unit)
 
+    def mlp(unit: str) -> list[TensorSpec]:
+        path, found, bias = f"{unit}.mlp", [], has(vary.mlp_bias)
+        for side, dim in (("gate", ffn), ("up", ffn)) if "gate_up" not in vary.fused else (("gate_up", gate_up),):
+            found += linear(f"{path}.{side}_proj", dim, hidden, bias, unit)
+        return found + linear(f"{path}.down_proj", hidden, ffn, bias, unit)
+
     def block(layer: int) -> list[TensorSpec]:
-        unit, bias = f"model.layers.{layer}", has(vary.mlp_bias)
-        return [
-            *norm(f"{unit}.input_layernorm", hidden, Acts(Role.CARRY, _STREAM), unit),
-            *attention(unit),
-            *norm(f"{unit}.post_attention_layernorm", hidden, Acts(Role.CARRY, _STREAM), unit),
-            *linear(f"{unit}.mlp.gate_proj", ffn, hidden, bias, unit),
-            *linear(f"{unit}.mlp.up_proj", ffn, hidden, bias, unit),
-            *linear(f"{unit}.mlp.down_proj", hidden, ffn, bias, unit),
-        ]
+        unit, found = f"model.layers.{layer}", []
+        for before, sublayer, after in zip(vary.before, (attention, mlp), vary.after or ("", ""), strict=True):
+            found += [norm(f"{unit}.{before}", unit=unit), *sublayer(unit)]
+            found += [norm(f"{unit}.{after}", unit=unit)] if after else []
+        return found
 
     tied = bool(config.get("tie_word_embeddings", False))
     embedding = TensorSpec("model.embed_tokens.weight", (vocab, hidden), Acts(Role.USE, ("batch", "seq")), "lookup")
@@ -97,25 +151,31 @@ def describe(config: dict[str, Any], name: str) -> ModelSpec:
         vocab=vocab.size,
         tied=tied,
         max_positions=config.get("max_position_embeddings", 0),
-        tensors=(embedding, *(t for i in range(layers) for t in block(i)), *norm("model.norm", hidden, Acts(Role.CARRY, _STREAM), ""), head),
+        tensors=(embedding, *(t for i in range(layers) for t in block(i)), norm("model.norm"), head),
         config=config,
-        windows=_windows(config, layers),
+        windows=_windows(config, layers, vary),
+        rotary=_rotary(config.get("rope_parameters") or {}, head_dim),
+        logit_cap=config.get("final_logit_softcapping"),
+        score_cap=config.get("attn_logit_softcapping"),
+        untrainable=_untrainable(config),
     )
 
 
-# What transformers takes where a config that slides does not say how far. Source: configuration_{mistral,qwen2,qwen3}.py.
-WINDOW = 4096
+def _windows(config: Config, layers: int, vary: Variation) -> tuple[int | None, ...]:
+    """The sliding window of each layer; empty where there is none."""
+    window = config.get("sliding_window", vary.window)  # a missing key is no null
+    kinds = config.get("layer_types") or ["sliding_attention" if vary.slides(config, i) else "full_attention" for i in range(layers)]
+    found = tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers])
+    return found if any(found) else ()
 
 
-def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer; empty where there is none.
+def _rotary(rope: Config, head_dim: int) -> tuple[int, ...]:
+    """The widths of the tables of cosines: one for each kind of layer where these have frequencies of their own."""
+    by_kind = [part for part in rope.values() if isinstance(part, dict)]
+    return tuple(int(head_dim * part.get("partial_rotary_factor", 1.0)) for part in by_kind or [rope])
 
-    Source: transformers, Mistral slides in every layer; Qwen2 and Qwen3, where `use_sliding_window` says so, from `max_window_layers` on.
-    """
-    slides = config["model_type"] == "mistral" or config.get("use_sliding_window")
-    window = config.get("sliding_window", WINDOW) if slides else None  # a missing key is no null
-    if not window:
-        return ()
-    first = 0 if config["model_type"] == "mistral" else config.get("max_window_layers", 28)
-    kinds = config.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers])
+
+def _untrainable(config: Config) -> str:
+    if config.get("use_bidirectional_attention"):
+        return "its tokens attend to those after them"
+    return dropping(config, DROPOUT)
