@@ -22,24 +22,35 @@ def drawn(heads: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Te
     return torch.randn(2, SEQ, heads, 8, dtype=dtype, generator=generator).transpose(1, 2).requires_grad_()
 
 
-def by_matrix(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None, cap: float | None) -> torch.Tensor:
+# Three documents in the first row, one in the second.
+STARTS = torch.tensor([[0] * 4 + [4] * 9 + [13] * (SEQ - 13), [0] * SEQ])
+
+
+def by_matrix(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None, scale: float, window: int | None, cap: float | None
+) -> torch.Tensor:
     key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
     scores = query @ key.mT * scale
     scores = cap * torch.tanh(scores / cap) if cap else scores
     behind = torch.arange(SEQ).unsqueeze(1) - torch.arange(SEQ)
     seen = (behind >= 0) & (behind < (window or SEQ))
+    if starts is not None:
+        seen = seen & (torch.arange(SEQ) >= starts[:, None, :, None])
     return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2)
 
 
 @pytest.mark.parametrize("at_once", [2**22, 1])
 @pytest.mark.parametrize(("window", "cap"), [(5, None), (None, 2.0), (7, 1.5), (None, None), (SEQ, None), (100, 1.5)])
+@pytest.mark.parametrize("starts", [None, STARTS], ids=["alone", "packed"])
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])
-def test_equals_the_whole_matrix(kv_heads: int, window: int | None, cap: float | None, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_the_whole_matrix(
+    kv_heads: int, starts: torch.Tensor | None, window: int | None, cap: float | None, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(policy.SCORES_AT_ONCE, "cpu", at_once)
     monkeypatch.setattr(policy, "LEAST_QUERIES_AT_ONCE", 3)
     given = drawn(6, 0), drawn(kv_heads, 1), drawn(kv_heads, 2)
-    found, _ = attention.attend(nn.Module(), *given, None, scaling=0.7, sliding_window=window, softcap=cap)
-    expected = by_matrix(*given, 0.7, window, cap)
+    found, _ = attention.attend(nn.Module(), *given, None, scaling=0.7, sliding_window=window, softcap=cap, starts=starts)
+    expected = by_matrix(*given, starts, 0.7, window, cap)
     gradient = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
     for ours, theirs in zip(*(torch.autograd.grad(out, given, gradient) for out in (found, expected)), strict=True):
@@ -57,7 +68,7 @@ def test_no_more_than_a_piece_of_the_scores_is_there(monkeypatch: pytest.MonkeyP
 def test_is_an_operator_that_torch_understands(dtype: torch.dtype) -> None:
     given = drawn(4, 0, dtype), drawn(2, 1, dtype), drawn(2, 2, dtype)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(attention._attention, (*given, 0.5, 5, 1.5), test_utils=checks, rtol=1e-2, atol=1e-2)
+    torch.library.opcheck(attention._attention, (*given, STARTS, 0.5, 5, 1.5), test_utils=checks, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3", "glm4"])

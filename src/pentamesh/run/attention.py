@@ -1,8 +1,8 @@
 """Attention as every described family computes it: causal, without a mask in memory, whatever stands between queries and keys.
 
-torch's fused kernels know causal attention and no more. A sliding window they take as a mask of all pairs, a soft cap not at all. Here both are
-computed a run of queries at a time, against the keys that these may see and no others, in torch's own operations: what waits for backward is what
-the fused kernels keep, and no more than a piece of the scores is ever there.
+torch's fused kernels know causal attention and no more. A sliding window, or documents packed into one row, they take as a mask of all pairs, a soft
+cap not at all. Here these are computed a run of queries at a time, against the keys that the window leaves them, in torch's own operations: what
+waits for backward is what the fused kernels keep, and no more than a piece of the scores is ever there.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    starts: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface. Under a name of our own it makes no masks: sequence parallel would have them as long as the cut stream.
 
-    Shapes: query [batch, heads, seq, head_dim], key and value [batch, kv_heads, seq, head_dim]; returned [batch, seq, heads, head_dim].
+    `starts` says of each token at which position of its row its document begins; a token sees none before. None where rows are one document each.
+
+    Shapes: query [batch, heads, seq, head_dim], key and value [batch, kv_heads, seq, head_dim], starts [batch, seq]; returned
+    [batch, seq, heads, head_dim].
     """
     assert attention_mask is None, "what a mask would say is said by lengths and windows"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -45,11 +49,11 @@ def attend(
         # Kernels lay out what they return as queries are. With heads of one token beside each other the next matmul reads it as it stands.
         query = query.transpose(1, 2).contiguous().transpose(1, 2)
     window = sliding_window if sliding_window and sliding_window < query.shape[2] else None
-    if window or softcap:
+    if window or softcap or starts is not None:
         assert not dropout, "models that drop attention weights are not trained"
-        out, _ = _attention(query, key, value, scale, window, softcap)
+        out, _ = _attention(query, key, value, starts, scale, window, softcap)
     else:
-        grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+        grouped: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
         out = scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scale, is_causal=True, **grouped)
     return out.transpose(1, 2).contiguous(), None
 
@@ -65,21 +69,23 @@ class _Scores:
     window: int | None
     cap: float | None
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, rows: range, low: int, groups: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The scores of `rows` of queries, -inf where one does not see a key, in float32 (float64); and what the cap's slope follows from.
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The scores of a run of queries, -inf where one does not see a key, in float32 (float64); and what the cap's slope follows from.
 
-        Shapes: query [batch, kv_heads, groups * rows, head_dim], key [batch, kv_heads, keys from `low` on, head_dim].
+        Shapes: query [batch, kv_heads, groups * rows, head_dim], key [batch, kv_heads, keys, head_dim], seen [batch or 1, 1, rows, keys].
         """
         scores = (query @ key.mT).to(_wide(query)).mul_(self.scale)
         shares = None
         if self.cap:
             shares = scores.div_(self.cap).tanh_()
             scores = shares * self.cap
-        return scores.masked_fill_(~self._seen(rows, low, key).repeat(groups, 1), -torch.inf), shares
+        return scores.masked_fill_(~seen.repeat(1, 1, query.shape[2] // seen.shape[2], 1), -torch.inf), shares
 
-    def _seen(self, rows: range, low: int, key: torch.Tensor) -> torch.Tensor:
-        behind = torch.arange(rows.start, rows.stop, device=key.device).unsqueeze(1) - torch.arange(low, low + key.shape[2], device=key.device)
-        return (behind >= 0) & (behind < self.window) if self.window else behind >= 0
+    def seen(self, rows: range, low: int, starts: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        """Which of the keys from `low` on each of `rows` sees: [batch or 1, 1, rows, keys]."""
+        queries, keys = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1), torch.arange(low, rows.stop, device=device)
+        seen = (keys <= queries) & (keys > queries - self.window) if self.window else keys <= queries
+        return seen[None, None] if starts is None else (seen & (keys >= starts[:, rows.start : rows.stop, None])).unsqueeze(1)
 
     def pieces(self, query: torch.Tensor) -> Iterator[tuple[range, int]]:
         """Runs of queries, and the first key that any of them sees."""
@@ -105,28 +111,34 @@ def _ungrouped(tensor: torch.Tensor, rows: range, query: torch.Tensor) -> torch.
 
 @torch.library.custom_op("pentamesh::attention", mutates_args=())
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None, cap: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor | None,
+    scale: float,
+    window: int | None,
+    cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention with a window, a cap or both, and the log-sum-exp of each query's scores.
+    """Causal attention within windows and documents, capped or not, and the log-sum-exp of each query's scores.
 
     Shapes: as in `attend`; returned [batch, heads, seq, head_dim] and [batch, heads, seq].
     """
-    scores, groups = _Scores(scale, window, cap), query.shape[1] // key.shape[1]
+    scores = _Scores(scale, window, cap)
     # As torch's own kernels lay it out: heads of one token beside each other.
     out = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
     sums = query.new_empty(query.shape[:3], dtype=_wide(query))
     for rows, low in scores.pieces(query):
-        seen = slice(low, rows.stop)
-        weights, _ = scores(_grouped(query, rows, key), key[:, :, seen], rows, low, groups)
+        keys = slice(low, rows.stop)
+        weights, _ = scores(_grouped(query, rows, key), key[:, :, keys], scores.seen(rows, low, starts, query.device))
         total = weights.logsumexp(-1, keepdim=True)
         weights = weights.sub_(total).exp_().to(value.dtype)
-        out[:, :, rows.start : rows.stop] = _ungrouped(weights @ value[:, :, seen], rows, query)
+        out[:, :, rows.start : rows.stop] = _ungrouped(weights @ value[:, :, keys], rows, query)
         sums[:, :, rows.start : rows.stop] = _ungrouped(total.squeeze(-1), rows, query)
     return out, sums
 
 
 @_attention.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None, cap: float | None) -> Any:
+def _(query: torch.Tensor, *_: object) -> Any:
     return query.new_empty(query.transpose(1, 2).shape).transpose(1, 2), query.new_empty(query.shape[:3], dtype=_wide(query))
 
 
@@ -136,6 +148,7 @@ def _attention_backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    starts: torch.Tensor | None,
     out: torch.Tensor,
     sums: torch.Tensor,
     scale: float,
@@ -143,22 +156,22 @@ def _attention_backward(
     cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries, keys and values: scores are computed again, piece by piece. Source: FlashAttention (arXiv 2205.14135), algorithm 4."""
-    scores, groups = _Scores(scale, window, cap), query.shape[1] // key.shape[1]
+    scores = _Scores(scale, window, cap)
     of_query = torch.empty_like(query)
     of_key, of_value = (torch.zeros_like(t, dtype=_wide(t)) for t in (key, value))
     for rows, low in scores.pieces(query):
-        seen = slice(low, rows.stop)
+        keys = slice(low, rows.stop)
         mine, came = _grouped(query, rows, key), _grouped(gradient, rows, key)
-        weights, shares = scores(mine, key[:, :, seen], rows, low, groups)
+        weights, shares = scores(mine, key[:, :, keys], scores.seen(rows, low, starts, query.device))
         weights = weights.sub_(_grouped(sums, rows, key).unsqueeze(-1)).exp_()
-        of_value[:, :, seen] += weights.to(value.dtype).mT @ came
+        of_value[:, :, keys] += weights.to(value.dtype).mT @ came
         paid = (came * _grouped(out, rows, key)).sum(-1, keepdim=True, dtype=sums.dtype)
-        of_scores = (came @ value[:, :, seen].mT).to(sums.dtype).sub_(paid).mul_(weights).mul_(scale)
+        of_scores = (came @ value[:, :, keys].mT).to(sums.dtype).sub_(paid).mul_(weights).mul_(scale)
         if shares is not None:
             of_scores.addcmul_(of_scores, shares.square_(), value=-1)
         of_scores = of_scores.to(query.dtype)
-        of_query[:, :, rows.start : rows.stop] = _ungrouped(of_scores @ key[:, :, seen], rows, query)
-        of_key[:, :, seen] += of_scores.mT @ mine
+        of_query[:, :, rows.start : rows.stop] = _ungrouped(of_scores @ key[:, :, keys], rows, query)
+        of_key[:, :, keys] += of_scores.mT @ mine
     return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
 
 
@@ -168,12 +181,12 @@ def _(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: tor
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output)
-    ctx.scoring = inputs[3:]
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.scoring = inputs[4:]
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor | None) -> tuple[Any, ...]:
-    return (*_attention_backward(gradient, *ctx.saved_tensors, *ctx.scoring), None, None, None)
+    return (*_attention_backward(gradient, *ctx.saved_tensors, *ctx.scoring), None, None, None, None)
 
 
 _attention.register_autograd(_backward, setup_context=_keep)

@@ -44,7 +44,8 @@ __all__ = ["Outcome", "Trial", "compare", "errors", "fake_outcome", "outcome", "
 
 @dataclass(frozen=True)
 class Trial:
-    """A small job: a config.json's worth of model, a layout, a policy and how many steps of which global batch."""
+    """A small job: a config.json's worth of model, a layout, a policy and how many steps of which global batch, of rows that hold one sample each or
+    several."""
 
     config: dict[str, Any]
     layout: Layout = field(default_factory=Layout)
@@ -53,6 +54,7 @@ class Trial:
     num_steps: int = 3
     global_batch: int = 8
     longest: int = 24
+    in_a_row: int = 1
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5))
     seed: int = 7
 
@@ -68,6 +70,16 @@ class Trial:
         grad_accum = self.global_batch // self.policy.micro_batch
         policy = replace(self.policy, grad_accum=grad_accum)
         return replace(self, layout=Layout(Mesh()), policy=policy)
+
+
+@dataclass(frozen=True)
+class Packed(Batches):
+    """Rows of several samples, one after the other."""
+
+    in_a_row: int = 1
+
+    def _row(self, number: int) -> tuple[int, ...]:
+        return tuple(index for n in range(number * self.in_a_row, (number + 1) * self.in_a_row) for index in super(Packed, self)._row(n))
 
 
 @dataclass
@@ -123,9 +135,9 @@ def fake_outcome(trial: Trial, rank: int) -> Outcome:
 
 def _steps(trial: Trial, trainee: Trainee, found: Outcome, watch: Callable[[Trainee], None] | None = None) -> None:
     world = trainee.world
-    samples = toy_samples(trial.seed, trial.global_batch * trial.num_steps, trainee.model.vocab, trial.longest)
+    samples = toy_samples(trial.seed, trial.global_batch * trial.num_steps * trial.in_a_row, trainee.model.vocab, trial.longest)
     own = {"data_rank": world.data_rank, "data_degree": world.data_degree, "seq_multiple": trial.layout.seq_multiple}
-    batches = Batches(samples, trial.seed, trial.global_batch, trial.policy.micro_batch, **own)
+    batches = Packed(samples, trial.seed, trial.global_batch, trial.policy.micro_batch, **own, in_a_row=trial.in_a_row)
     for step in range(trial.num_steps):
         micros = batches.step(step * trial.global_batch)
         with Recorder(world) as recorder:

@@ -58,7 +58,7 @@ def taken(samples: Samples, world: tuple[int, int, int, int, int], num_steps: in
     found: list[int | None] = []
     for step in range(num_steps):
         ranks = [Batches(samples, seed, global_batch, micro_batch, r, data_degree, limit) for r in range(data_degree)]
-        found += [i for m in range(ranks[0].num_micros) for rank in ranks for i in rank.indices(step * global_batch, m)]
+        found += [i for m in range(ranks[0].num_micros) for rank in ranks for row in rank.indices(step * global_batch, m) for i in row]
     return found
 
 
@@ -84,17 +84,17 @@ def test_a_run_of_epochs_ends_with_rows_without_labels(seven: Samples) -> None:
     ranks = [Batches(seven, 0, 8, 1, r, 4, num_samples_in_run=7) for r in range(4)]
     micros = [rank.step(0) for rank in ranks]
     assert [len(m) for m in micros] == [2, 2, 2, 2]
-    assert ranks[3].indices(0, 1) == [None]
+    assert ranks[3].indices(0, 1) == [()]
     empty = micros[3][1]
     assert (empty.num_tokens, empty.num_trained) == (0, 0)
     assert (empty.labels == IGNORED).all()
     assert empty.input_ids.shape == (1, 2)
-    assert sorted(i for rank in ranks for m in range(2) for i in rank.indices(0, m) if i is not None) == list(range(7))
+    assert sorted(i for rank in ranks for m in range(2) for row in rank.indices(0, m) for i in row) == list(range(7))
 
 
 def test_labels_are_the_next_tokens_that_are_trained() -> None:
     samples = samples_of([3, 1], pad_id=99)  # tokens 1 2 3 4 | 5 6; trained: 2, 4, 6
-    micro = collate(samples, [0, 1, None])
+    micro = collate(samples, [(0,), (1,), ()])
     assert micro.input_ids.tolist() == [[1, 2, 3], [5, 99, 99], [99, 99, 99]]
     assert micro.labels.tolist() == [[2, IGNORED, 4], [6, IGNORED, IGNORED], [IGNORED] * 3]
     assert (micro.num_trained, micro.num_tokens) == (3, 4)
@@ -102,11 +102,11 @@ def test_labels_are_the_next_tokens_that_are_trained() -> None:
 
 def test_padding_with_the_end_of_turn_token_masks_no_label() -> None:
     samples = samples_of([3, 1], pad_id=2)
-    assert collate(samples, [0, 1]).labels.tolist() == [[2, IGNORED, 4], [6, IGNORED, IGNORED]]
+    assert collate(samples, [(0,), (1,)]).labels.tolist() == [[2, IGNORED, 4], [6, IGNORED, IGNORED]]
 
 
 def test_a_micro_batch_moves() -> None:
-    moved = collate(samples_of([3]), [0]).to("cpu", non_blocking=True)
+    moved = collate(samples_of([3]), [(0,)]).to("cpu", non_blocking=True)
     assert isinstance(moved, Micro)
     assert moved.labels.tolist() == [[2, IGNORED, 4]]
 

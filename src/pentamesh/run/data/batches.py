@@ -6,7 +6,7 @@ consumed + (m * data_degree + r) * micro_batch + j. Nothing else is remembered, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,7 +40,8 @@ def order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
 class Micro:
     """One micro-batch of one rank.
 
-    Shapes: input_ids and labels [b, s], int64, padded on the right; a label is the next token where that is trained, else IGNORED.
+    Shapes: input_ids and labels [b, s], int64, padded on the right; a label is the next token where that is trained, else IGNORED. `starts`
+    [b, s], int64, says of each token at which position of its row its sample begins, where a row holds several.
     Units: num_trained counts labels that are trained, num_tokens tokens that are not padding.
 
     Under causal attention no token sees the padding to its right, so there is no mask.
@@ -50,26 +51,38 @@ class Micro:
     labels: torch.Tensor
     num_trained: int
     num_tokens: int
+    starts: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Micro:
         """The same on `device`; a copy to CUDA that shall not block goes through pinned memory."""
         pin = non_blocking and torch.device(device).type == "cuda" and self.input_ids.device.type == "cpu"
-        ids, labels = ((t.pin_memory() if pin else t).to(device, non_blocking=non_blocking) for t in (self.input_ids, self.labels))
-        return Micro(ids, labels, self.num_trained, self.num_tokens)
+        tensors = (t if t is None else (t.pin_memory() if pin else t).to(device, non_blocking=non_blocking) for t in self._tensors)
+        ids, labels, starts = tensors
+        assert ids is not None
+        assert labels is not None
+        return Micro(ids, labels, self.num_trained, self.num_tokens, starts)
+
+    @property
+    def _tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.input_ids, self.labels, self.starts
 
 
-def collate(samples: Samples, indices: list[int | None], seq_multiple: int = 1) -> Micro:
-    """The samples at `indices` as one micro-batch, None being a row without labels; padded to a multiple of `seq_multiple`."""
-    rows = [None if i is None else samples.sample(i) for i in indices]
-    lengths = [0 if row is None else len(row[0]) - 1 for row in rows]
+def collate(samples: Samples, rows: Sequence[Sequence[int]], seq_multiple: int = 1) -> Micro:
+    """The samples of each row one after the other, a row of none being without labels; padded to a multiple of `seq_multiple`."""
+    found = [[samples.sample(i) for i in row] for row in rows]
+    lengths = [sum(len(tokens) - 1 for tokens, _ in row) for row in found]
     shape = (len(rows), -(-(max(lengths) or DUMMY_LEN) // seq_multiple) * seq_multiple)
     input_ids, labels = np.full(shape, samples.pad_id, np.int64), np.full(shape, IGNORED, np.int64)
-    for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
-        if row is not None:
-            tokens, trained = row
-            input_ids[i, :n] = tokens[:-1]
-            labels[i, :n] = np.where(trained[1:], tokens[1:], IGNORED)
-    return Micro(torch.from_numpy(input_ids), torch.from_numpy(labels), int((labels != IGNORED).sum()), sum(lengths))
+    starts = np.zeros(shape, np.int64)
+    for number, row in enumerate(found):
+        at = 0
+        for tokens, trained in row:
+            here = slice(at, at + len(tokens) - 1)
+            input_ids[number, here], labels[number, here] = tokens[:-1], np.where(trained[1:], tokens[1:], IGNORED)
+            starts[number, at:] = at
+            at = here.stop
+    packed = torch.from_numpy(starts) if any(len(row) > 1 for row in rows) else None
+    return Micro(torch.from_numpy(input_ids), torch.from_numpy(labels), int((labels != IGNORED).sum()), sum(lengths), packed)
 
 
 @dataclass(frozen=True)
@@ -101,20 +114,20 @@ class Batches:
         """The micro-batches of the step before which the run has consumed so many samples, over all ranks."""
         return [collate(self.samples, self.indices(consumed, m), self.seq_multiple) for m in range(self.num_micros)]
 
-    def indices(self, consumed: int, m: int) -> list[int | None]:
-        """The samples of micro-batch `m` of this rank at that step."""
+    def indices(self, consumed: int, m: int) -> list[tuple[int, ...]]:
+        """The samples of each row of micro-batch `m` of this rank at that step."""
         first = consumed + (m * self.data_degree + self.data_rank) * self.micro_batch
-        return [self._index(number) for number in range(first, first + self.micro_batch)]
+        return [self._row(number) for number in range(first, first + self.micro_batch)]
 
-    def _index(self, number: int) -> int | None:
+    def _row(self, number: int) -> tuple[int, ...]:
         if self.num_samples_in_run is not None and number >= self.num_samples_in_run:
-            return None
+            return ()
         epoch, position = divmod(number, len(self.samples))
-        return int(order(self.seed, epoch, len(self.samples))[position])
+        return (int(order(self.seed, epoch, len(self.samples))[position]),)
 
 
 def held_out_batches(samples: Samples, micro_batch: int, data_rank: int, data_degree: int, seq_multiple: int = 1) -> Iterator[Micro]:
     """Every held-out sample once over all ranks, in order; every rank gets the same number of micro-batches, the last ones maybe empty."""
     for first in range(0, len(samples), micro_batch * data_degree):
         mine = first + data_rank * micro_batch
-        yield collate(samples, [i if i < len(samples) else None for i in range(mine, mine + micro_batch)], seq_multiple)
+        yield collate(samples, [(i,) if i < len(samples) else () for i in range(mine, mine + micro_batch)], seq_multiple)

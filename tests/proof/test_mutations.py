@@ -1,0 +1,154 @@
+"""The proofs can fail: each rule of tensor parallel, of windows, caps, documents and norms, broken in turn, shows in the quantity that it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from pentamesh.layout.mesh import Layout, Mesh, Shard
+from pentamesh.layout.policy import Policy
+from pentamesh.run import attention, head, loss, partial, step, tensor
+from pentamesh.run.verify import Outcome, Trial, errors, outcome
+from pentamesh.run.worlds import run_world
+from tests.proof.toys import TOYS
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A rule that is broken, and the trial and the quantity in which it shows."""
+
+    breaks: Callable[[], None]
+    shows_in: str
+    toy: str = "qwen3"
+    sequence: bool = False
+    mesh: Mesh = field(default_factory=lambda: Mesh(tp=2))
+    shard: Shard = "none"
+    in_a_row: int = 1
+
+    @property
+    def trial(self) -> Trial:
+        layout = Layout(self.mesh, self.shard, sequence_parallel=self.sequence)
+        ranks = self.mesh.dp_replicate * self.mesh.dp_shard
+        return Trial(TOYS[self.toy], layout, Policy(2, 2), global_batch=4 * ranks, num_steps=2, in_a_row=self.in_a_row)
+
+
+def put(owner: Any, name: str, broken: Any) -> None:
+    """In this process, which ends with its trial."""
+    setattr(owner, name, broken)
+
+
+def no_partial_sums() -> None:
+    put(step, "sum_partial_gradients", lambda *_: None)
+
+
+def partial_sums_but_over(axes: tuple[str, ...]) -> Callable[[], None]:
+    def breaks() -> None:
+        own = partial.tensor_partial
+        put(partial, "tensor_partial", lambda t, layout: found if (found := own(t, layout)) != axes else ())
+
+    return breaks
+
+
+def crosses_as(meant: tuple[str, str], done: tuple[str, str]) -> Callable[[], None]:
+    """What is meant to move one way forward and another backward is moved otherwise."""
+
+    def breaks() -> None:
+        own = tensor._Cross.apply
+        put(tensor._Cross, "apply", lambda stream, *moves: own(stream, *(done if moves[:2] == meant else moves[:2]), moves[2]))
+
+    return breaks
+
+
+def scatters_without_sum() -> None:
+    def own_part(stream: torch.Tensor, group: Any) -> torch.Tensor:
+        return stream.chunk(group.size(), 1)[group.rank()].contiguous()
+
+    tensor._MOVES["scatter"] = own_part
+
+
+def bias_on_every_rank() -> None:
+    put(tensor, "_without_bias", lambda module, stream: torch.nn.functional.linear(stream, module.weight, module.bias))
+
+
+def looks_up_foreign_words() -> None:
+    put(tensor._Rows, "after", lambda self, module, args, output: output)
+
+
+def positions_of_the_part() -> None:
+    own: Any = loss.weighted_loss
+
+    def placed_in_parts(module: Any, *given: Any) -> torch.Tensor:
+        def run(*, position_ids: torch.Tensor, **others: Any) -> Any:
+            return module(position_ids=position_ids % (position_ids.shape[1] // 2), **others)
+
+        return own(run, *given)
+
+    put(step, "weighted_loss", placed_in_parts)
+
+
+def head_of_its_own_part() -> None:
+    own = head._Part
+    put(head, "_Part", lambda low, count, group, cap: own(low, count, None, cap))
+
+
+def cap_without_slope() -> None:
+    put(torch.Tensor, "square_", torch.Tensor.zero_)
+
+
+def sees_beyond(what: str) -> Callable[[], None]:
+    def breaks() -> None:
+        own = attention._Scores.seen
+        without = {"window": lambda s, rows, low, starts, device: own(replace(s, window=None), rows, low, starts, device)}
+        without["documents"] = lambda s, rows, low, starts, device: own(s, rows, low, None, device)
+        put(attention._Scores, "seen", without[what])
+
+    return breaks
+
+
+def own_token_count() -> None:
+    own = step.accumulate
+    put(step, "accumulate", lambda trainee, micros, trained: own(trainee, micros, sum(m.num_trained for m in micros)))
+
+
+def norm_counts_copies() -> None:
+    put(step, "shared_by", lambda *_: 1)
+
+
+MUTATIONS = {
+    "no partial gradients are summed": Mutation(no_partial_sums, "gradient"),
+    "those of norms of a stream that is cut are not": Mutation(partial_sums_but_over(("tp",)), "gradient", "llama", sequence=True),
+    "those of key heads that ranks share are not": Mutation(partial_sums_but_over(("tp/2",)), "gradient", mesh=Mesh(tp=4)),
+    "a sublayer's input has only its own gradient": Mutation(crosses_as(("copy", "sum"), ("copy", "copy")), "gradient"),
+    "a sublayer leaves only its own part": Mutation(crosses_as(("sum", "copy"), ("copy", "copy")), "loss"),
+    "a part of the stream is not summed": Mutation(scatters_without_sum, "loss", sequence=True),
+    "a bias is added by every rank": Mutation(bias_on_every_rank, "loss", "llama-untied"),
+    "words of other ranks are looked up": Mutation(looks_up_foreign_words, "loss"),
+    "positions count from the part's beginning": Mutation(positions_of_the_part, "loss", sequence=True),
+    "a rank takes its words for all": Mutation(head_of_its_own_part, "loss"),
+    "caps have no slope": Mutation(cap_without_slope, "gradient", "gemma2"),
+    "windows are not looked at": Mutation(sees_beyond("window"), "loss", "gemma3"),
+    "documents are not looked at": Mutation(sees_beyond("documents"), "loss", in_a_row=3),
+    "a rank divides by its own tokens": Mutation(own_token_count, "gradient", mesh=Mesh(dp_shard=2), shard="parameters"),
+    "the norm counts shared key heads twice": Mutation(norm_counts_copies, "norm", mesh=Mesh(tp=4)),
+}
+
+
+def mutated(name: str) -> Outcome:
+    MUTATIONS[name].breaks()
+    return outcome(MUTATIONS[name].trial)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_rule_is_seen(name: str, record_proof) -> None:
+    mutation = MUTATIONS[name]
+    reference = mutation.trial.alone()
+    if mutation.in_a_row > 1:
+        reference = replace(reference, global_batch=reference.global_batch * mutation.in_a_row, in_a_row=1)
+        reference = replace(reference, policy=replace(reference.policy, grad_accum=reference.global_batch // reference.policy.micro_batch))
+    found = errors(run_world(mutated, mutation.mesh.num_ranks, name)[0], run_world(outcome, 1, reference)[0])
+    assert found[mutation.shows_in] > 1e-4, found
+    record_proof("rules broken and seen", mutations=1)
