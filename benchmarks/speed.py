@@ -1,5 +1,8 @@
 """`python benchmarks/speed.py`: steps of `pentamesh train` beside those of a minimal loop written by hand, on two processes of this machine.
 
+By hand means torch's own parts as its tutorials put them together: DistributedDataParallel, fully_shard block by block, or parallelize_module with a
+plan for every projection and a loss over a vocabulary that is cut.
+
 Both sides train the same 512-wide, 8-layer Llama on the same tokens in the same processes, one step of each in turn, so that what else the
 machine does falls on both alike. What is compared is the median over such pairs of the ratio of their speeds; its quartiles say how noisy the
 machine was. Peak memory is measured apart, one side at a time in fresh processes, by the same counter.
@@ -13,7 +16,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +67,14 @@ class Case:
     hand: str
     least_speed: float
 
+    @property
+    def is_tensor(self) -> bool:
+        return self.strategy.startswith("tensor")
+
+    @property
+    def data_ranks(self) -> int:
+        return 1 if self.is_tensor else RANKS
+
 
 CASES = (
     Case("ddp", 1, "once", 0.97),
@@ -71,6 +82,8 @@ CASES = (
     Case("full_shard", 1, "once", 0.97),
     Case("full_shard", 4, "once", 1.07),
     Case("full_shard", 4, "each", 1.12),
+    Case("tensor", 1, "once", 0.97),
+    Case("tensor_sequence", 1, "once", 0.97),
 )
 MOST_MEMORY = 1.05
 
@@ -87,15 +100,20 @@ def micros(rank: int, grad_accum: int, seed: int) -> list[Micro]:
 
 def planned(model: ModelSpec, folder: Path, case: Case) -> Plan:
     """What `pentamesh train` would run on two processes of this machine."""
-    shard: Shard = "none" if case.strategy == "ddp" else "parameters"
+    shard: Shard = "parameters" if case.strategy == "full_shard" else "none"
     job = Job(
         model=Model(name=str(folder)),
         method="pretrain",
-        batch=Batch(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, global_batch=MICRO_BATCH * case.grad_accum * RANKS),
+        batch=Batch(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, global_batch=MICRO_BATCH * case.grad_accum * case.data_ranks),
         precision="fp32",
         hardware=f"{RANKS}xCPU",
         # At accumulation 1 both free gathered blocks between forward and backward; with accumulation the choice is what is measured.
-        layout=LayoutRequest(shard=shard, reshard_after_forward=True if shard == "parameters" and case.grad_accum == 1 else "auto"),
+        layout=LayoutRequest(
+            shard=shard,
+            reshard_after_forward=True if shard == "parameters" and case.grad_accum == 1 else "auto",
+            tensor=RANKS if case.is_tensor else 1,
+            sequence_parallel=case.strategy == "tensor_sequence",
+        ),
     )
     return plan(job, model, read_hardware(job.hardware), trained_only=True)
 
@@ -108,14 +126,14 @@ def ours(case: Case, folder: Path, world_of: Callable[[Plan], World]) -> tuple[S
     parameters = parameters_of(module)
     trainee = Trainee(module, parameters, adamw(parameters, model, chosen.job.optimizer, precision, world, 0), model, chosen.policy, world)
     count = iter(range(10**9))
-    return lambda: take_step(trainee, micros(world.rank, case.grad_accum, next(count)), 1.0).loss, chosen
+    return lambda: take_step(trainee, micros(world.data_rank, case.grad_accum, next(count)), 1.0).loss, chosen
 
 
 # By hand
 
 
 def by_hand(case: Case, folder: Path) -> Step:
-    """The loop that torch's tutorials teach: HF module and loss, DDP with no_sync or fully_shard block by block, clip, fused AdamW."""
+    """The loop that torch's tutorials teach: HF module and loss, data or tensor parallel, clip, fused AdamW."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -124,7 +142,9 @@ def by_hand(case: Case, folder: Path) -> Step:
     config = AutoConfig.from_pretrained(folder)
     config.use_cache = False
     module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    if case.strategy == "ddp":
+    if case.is_tensor:
+        _parallelize(module, sequence=case.strategy == "tensor_sequence")
+    elif case.strategy == "ddp":
         module = DistributedDataParallel(module, gradient_as_bucket_view=True, static_graph=case.grad_accum == 1)
     else:
         for layer in module.model.layers:
@@ -133,15 +153,16 @@ def by_hand(case: Case, folder: Path) -> Step:
         for part in module.modules():
             if hasattr(part, "set_force_sum_reduction_for_comms"):
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
-    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-5, betas=(0.9, 0.95), fused=True)
+    groups: list[dict[str, Any]] = [{"params": kind} for kind in _kinds(module.parameters())]
+    optimizer = torch.optim.AdamW(groups, lr=2e-5, betas=(0.9, 0.95), fused=True)
     count = iter(range(10**9))
 
     def step() -> float:
-        rows, total = micros(dist.get_rank(), case.grad_accum, next(count)), 0.0
+        rows, total = micros(0 if case.is_tensor else dist.get_rank(), case.grad_accum, next(count)), 0.0
         for index, row in enumerate(rows):
             last = index == len(rows) - 1
             total += _backward(module, row, case, last)
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        _clip(list(module.parameters()))
         optimizer.step()
         optimizer.zero_grad()
         return total
@@ -149,14 +170,61 @@ def by_hand(case: Case, folder: Path) -> Step:
     return step
 
 
+def _parallelize(module: Any, *, sequence: bool) -> None:
+    """The plan of torch's tutorial on tensor parallel, for Hugging Face's names: one for every projection, and logits that stay cut."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+
+    mesh, stream = init_device_mesh("cpu", (RANKS,)), Shard(1) if sequence else Replicate()
+    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=stream)
+    block: dict[str, Any] = {f"self_attn.{letter}_proj": columns for letter in "qkv"} | {"self_attn.o_proj": rows}
+    block |= {"mlp.gate_proj": columns, "mlp.up_proj": columns, "mlp.down_proj": rows}
+    root: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "lm_head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
+    }
+    if sequence:
+        entry = {"input_kwarg_layouts": {"hidden_states": stream}, "desired_input_kwarg_layouts": {"hidden_states": Replicate()}}
+        block |= {"self_attn": PrepareModuleInput(**entry), "mlp": PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate())}
+        block |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), SequenceParallel())
+        root["model.norm"] = SequenceParallel()
+    for layer in module.model.layers:
+        parallelize_module(layer, mesh, block)
+    parallelize_module(module, mesh, root)
+
+
+def _kinds(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """DTensors and others apart, since no operation takes both."""
+    from torch.distributed.tensor import DTensor
+
+    kinds: dict[bool, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(isinstance(tensor, DTensor), []).append(tensor)
+    return list(kinds.values())
+
+
+def _clip(parameters: list[torch.Tensor]) -> None:
+    from torch.distributed.tensor import DTensor
+
+    kinds = _kinds(p.grad for p in parameters if p.grad is not None)
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in map(nn.utils.get_total_norm, kinds)]
+    factor = torch.clamp(1.0 / (torch.stack(norms).norm() + 1e-6), max=1.0).item()
+    for grads in kinds:
+        torch._foreach_mul_(grads, factor)
+
+
 def _backward(module: Any, row: Micro, case: Case, last: bool) -> float:
     from contextlib import nullcontext
+
+    from torch.distributed.tensor.parallel import loss_parallel
 
     sync = last or case.hand == "each"
     if case.strategy == "full_shard":
         module.set_requires_gradient_sync(sync)
-    with nullcontext() if sync or case.strategy != "ddp" else module.no_sync():
-        logits = module(input_ids=row.input_ids).logits
+    own = loss_parallel() if case.is_tensor else module.no_sync() if case.strategy == "ddp" and not sync else nullcontext()
+    with own:
+        logits = module(input_ids=row.input_ids, position_ids=torch.arange(SEQ_LEN).unsqueeze(0)).logits
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), row.labels.flatten()) / case.grad_accum
         loss.backward()
     return float(loss.detach())
@@ -205,7 +273,7 @@ def measure(case: Case, folder: Path, num_pairs: int) -> dict[str, Any]:
     seconds, policy = run_world(pairs, RANKS, case, folder, num_pairs, timeout_s=3600)[0]
     ratios = sorted(hand / own for own, hand in seconds)
     quartiles = statistics.quantiles(ratios, n=4)
-    tokens = RANKS * MICRO_BATCH * SEQ_LEN * case.grad_accum
+    tokens = case.data_ranks * MICRO_BATCH * SEQ_LEN * case.grad_accum
     own_peak, hand_peak = (max(run_world(peak, RANKS, case, folder, side, timeout_s=600)) for side in ("ours", "hand"))
     return asdict(case) | {
         "policy": policy,
@@ -239,7 +307,7 @@ def main() -> int:
         rows.append(row)
         low, high = row["speed_ratio_quartiles"]
         print(
-            f"{case.strategy:10} accumulation {case.grad_accum}, by hand reduced {case.hand:4}: "
+            f"{case.strategy:15} accumulation {case.grad_accum}, by hand reduced {case.hand:4}: "
             f"{row['ours_tokens_per_s']:6.0f} against {row['hand_tokens_per_s']:6.0f} tok/s = {row['speed_ratio']:.3f}x "
             f"(quartiles {low:.3f}-{high:.3f}; at least {case.least_speed}), memory {row['memory_ratio']:.3f}x (at most {MOST_MEMORY})",
             flush=True,
