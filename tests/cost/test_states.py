@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pentamesh.cost.holding import Holding, states, units_of
+from pentamesh.cost.holding import Holding, states
 from pentamesh.job.precision import PRECISIONS
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.stages import stage_layers
@@ -69,7 +69,7 @@ def test_tensor_and_pipeline_cut_what_the_stage_holds() -> None:
 
 def test_like_blocks_are_counted_once() -> None:
     model = read_model("llama-3.1-8b")
-    root, block = units_of(model)
+    root, block = model.kinds
     assert root.is_root
     assert block.count == 32
     assert sum(t.numel for t in root.tensors) + 32 * sum(t.numel for t in block.tensors) == model.num_parameters

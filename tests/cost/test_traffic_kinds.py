@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pentamesh.cost.holding import Holding, adapters
-from pentamesh.cost.traffic import _model_rows
 from pentamesh.job.precision import PRECISIONS
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.policy import Policy
 from pentamesh.layout.rhythm import ledger, rhythm
 from pentamesh.model.read import read_model
+from pentamesh.model.spec import ModelSpec, Unit
+
+
+def _uncounted(model: ModelSpec) -> ModelSpec:
+    """The model with every unit as a kind of its own."""
+    found = replace(model)
+    vars(found)["kinds"] = tuple(Unit(name, tensors, 1) for name, tensors in model.units.items())
+    return found
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "deepseek-v3", "qwen3.5-27b", "gemma-4-26B-A4B"])
-def test_sampled_blocks_give_the_whole_ledger(name: str, shard: str) -> None:
+def test_kinds_counted_give_the_whole_ledger(name: str, shard: str) -> None:
     model, policy, precision = read_model(name), Policy(1, 4), PRECISIONS["bf16"]
     for mesh in (Mesh(dp_shard=8), Mesh(dp_replicate=2, dp_shard=4)):
         layout = Layout(mesh, shard)  # type: ignore[arg-type]
         for trained in (model, adapters(model)):
-            sampled = _model_rows(trained, Holding(model, layout), policy, precision, 4096)
-            assert sorted(row for row in sampled if row.count) == ledger(rhythm(trained, layout, policy, precision, 4096))
+            counted, whole = (ledger(rhythm(spec, layout, policy, precision, 4096)) for spec in (trained, _uncounted(trained)))
+            assert counted == whole
+
+
+def test_kinds_counted_over_tensor_ranks() -> None:
+    model, policy, precision = read_model("llama-3.2-1b"), Policy(1, 4, "full"), PRECISIONS["bf16"]
+    layout = Layout(Mesh(dp_shard=2, tp=4), "optimizer", sequence_parallel=True)
+    assert ledger(rhythm(model, layout, policy, precision, 4096)) == ledger(rhythm(_uncounted(model), layout, policy, precision, 4096))
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "deepseek-v3", "qwen3.5-27b"])
+def test_adapters_of_kinds_are_kinds_of_adapters(name: str) -> None:
+    model = read_model(name)
+    found = [(unit.tensors, unit.count) for unit in Holding(model, Layout(), "lora").trained_units]
+    assert found == [(unit.tensors, unit.count) for unit in adapters(model).kinds]

@@ -16,28 +16,15 @@ from pentamesh.layout.split import split
 from pentamesh.layout.stages import stage_layers, stage_root
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import STORE, Role
-from pentamesh.model.spec import ModelSpec
+from pentamesh.model.spec import ModelSpec, Unit
 
-__all__ = ["ADAPTER_RANK", "NF4_BYTES", "Holding", "Unit", "Widths", "adapters", "resting", "states", "units_of", "widths"]
+__all__ = ["ADAPTER_RANK", "NF4_BYTES", "Holding", "Widths", "adapters", "resting", "states", "widths"]
 
 # Rank of the adapters that lora and qlora plan for, on every projection of every block.
 # Source: QLoRA (arXiv 2305.14314) section 4: all linear layers, and the rank hardly matters.
 ADAPTER_RANK = 16
 # Bytes of an NF4 weight: 4 bits and 0.127 bit of doubly quantised block constants. Source: QLoRA (arXiv 2305.14314) section 3.
 NF4_BYTES = (4 + 0.127) / 8
-
-
-@dataclass(frozen=True, eq=False)
-class Unit:
-    """One kind of unit (the root "" or a block), how many the model has, and the tensors of one. Equal to itself only, as a key of caches."""
-
-    name: str
-    tensors: tuple[TensorSpec, ...]
-    count: int
-
-    @property
-    def is_root(self) -> bool:
-        return not self.name
 
 
 @dataclass(frozen=True)
@@ -52,27 +39,29 @@ class Widths:
 
 
 @lru_cache(maxsize=64)
-def units_of(model: ModelSpec) -> tuple[Unit, ...]:
-    """The distinct units of a model, the root first: blocks whose tensors have the same kinds and shapes are one."""
-    found: dict[tuple[object, ...], list[object]] = {}
-    for name, tensors in model.units.items():
-        key = (bool(name), *((t.kind, t.shape, tuple(d.name for d in t.dims)) for t in tensors))
-        found.setdefault(key, [name, tensors, 0])[2] += 1  # type: ignore[operator]
-    return tuple(Unit(*values) for values in found.values())  # type: ignore[arg-type]
+def adapters(model: ModelSpec) -> ModelSpec:
+    """What lora trains: for each projection of a block, A [rank, in] and B [out, rank] in place of its weight."""
+    return replace(model, tensors=_adapted(model.parameters))
 
 
 @lru_cache(maxsize=64)
-def adapters(model: ModelSpec) -> ModelSpec:
-    """What lora trains: for each projection of a block, A [rank, in] and B [out, rank] in place of its weight."""
+def _adapter_units(model: ModelSpec) -> tuple[Unit, ...]:
+    """The distinct units of `adapters`, from those of the model: one block of a kind is adapted for all."""
+    units = (replace(unit, tensors=_adapted(unit.tensors)) for unit in model.kinds)
+    return tuple(unit for unit in units if unit.tensors)
+
+
+def _adapted(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """The adapters of every projection among `tensors`."""
     rank = Dim("rank", ADAPTER_RANK)
 
-    def pair(t: TensorSpec) -> list[TensorSpec]:
+    def pair(t: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
         out, into = t.dims
         stem = t.name.removesuffix(".weight")
-        return [replace(t, name=f"{stem}.lora_A.weight", dims=(rank, into)), replace(t, name=f"{stem}.lora_B.weight", dims=(out, rank))]
+        return replace(t, name=f"{stem}.lora_A.weight", dims=(rank, into)), replace(t, name=f"{stem}.lora_B.weight", dims=(out, rank))
 
-    projections = [t for t in model.parameters if t.kind == "matmul" and t.unit and t.met[0] and len(t.dims) == 2]
-    return replace(model, tensors=tuple(a for t in projections for a in pair(t)))
+    projections = [t for t in tensors if t.kind == "matmul" and t.unit and t.met[0] and len(t.dims) == 2]
+    return tuple(a for t in projections for a in pair(t))
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,13 +76,13 @@ class Holding:
     layout: Layout
     method: str = "full"
 
-    @cached_property
+    @property
     def units(self) -> tuple[Unit, ...]:
-        return units_of(self.model)
+        return self.model.kinds
 
-    @cached_property
+    @property
     def trained_units(self) -> tuple[Unit, ...]:
-        return units_of(adapters(self.model)) if self.is_adapted else self.units
+        return _adapter_units(self.model) if self.is_adapted else self.units
 
     @property
     def is_adapted(self) -> bool:
@@ -105,15 +94,14 @@ class Holding:
 
     def block_numel(self, role: Role, *, trained: bool = False) -> int:
         """Elements of the largest block."""
-        units = self.trained_units if trained else self.units
-        return max((_unit_numel(u, role, self.layout) for u in units if not u.is_root), default=0)
+        return max((_unit_numel(u, role, self.layout) for u in self._blocks(trained)), default=0)
 
     def blocks_numel(self, role: Role, stage: int, *, trained: bool = False) -> int:
         """Elements of the blocks of one pipeline stage; where blocks differ, a stage has its even share of each kind, rounded up."""
-        units = [u for u in (self.trained_units if trained else self.units) if not u.is_root]
-        pp, layers = self.layout.mesh.pp, sum(u.count for u in units)
-        mine = stage_layers(layers, pp)[stage]
-        return sum(_unit_numel(u, role, self.layout) * (u.count if pp == 1 else -(-u.count * mine // layers)) for u in units)
+        return _blocks_numel(self, role, stage, trained)
+
+    def _blocks(self, trained: bool) -> list[Unit]:
+        return [unit for unit in (self.trained_units if trained else self.units) if not unit.is_root]
 
     def stage_numel(self, role: Role, stage: int, *, trained: bool = False) -> int:
         """Elements of everything a stage holds; adapters have no root."""
@@ -132,6 +120,14 @@ class Holding:
     def largest_tensor_numel(self) -> int:
         """Elements of the largest trained tensor that a rank updates."""
         return max((split(t, Role.STATE, self.layout).max_local_numel for u in self.trained_units for t in u.tensors), default=0)
+
+
+@lru_cache(maxsize=4096)
+def _blocks_numel(held: Holding, role: Role, stage: int, trained: bool) -> int:
+    units, pp = held._blocks(trained), held.layout.mesh.pp
+    layers = sum(u.count for u in units)
+    mine = stage_layers(layers, pp)[stage]
+    return sum(_unit_numel(u, role, held.layout) * (u.count if pp == 1 else -(-u.count * mine // layers)) for u in units)
 
 
 @lru_cache(maxsize=4096)

@@ -6,13 +6,12 @@ hides: the first gather and the last reduction, and whatever takes longer than t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pentamesh.cost.compute import Work
-from pentamesh.cost.holding import NF4_BYTES, Holding, Unit, adapters, units_of
+from pentamesh.cost.holding import NF4_BYTES, Holding, adapters
 from pentamesh.cost.needs import Communication
 from pentamesh.cost.network import group, link_name, seconds
 from pentamesh.job.hardware import Hardware
@@ -20,7 +19,7 @@ from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, Layout
 from pentamesh.layout.moves import Move
 from pentamesh.layout.policy import Policy
-from pentamesh.layout.rhythm import LedgerRow, ledger, partial_sums, rhythm
+from pentamesh.layout.rhythm import LedgerRow, ledger, rhythm
 from pentamesh.layout.stages import on_stage
 from pentamesh.model.spec import ModelSpec
 
@@ -97,53 +96,13 @@ def _rows(held: Holding, policy: Policy, precision: Precision, seq_len: int) -> 
 
 
 def _model_rows(model: ModelSpec, held: Holding, policy: Policy, precision: Precision, seq_len: int) -> list[LedgerRow]:
-    """`rhythm`'s ledger, with the parameters' part of the first pipeline stage taken as a model of its own.
-
-    What is cut is linear in the number of like blocks, so small models give a large one exactly: with r(1) the rows of one block of each kind,
-    r(1) + sum over kinds of (L - 1) (r(one more of it) - r(1)). Buckets of DDP are not, and are laid out in full.
-    """
-    whole, pp = model, held.layout.mesh.pp
-    model, layout = on_stage(whole, pp, 0), replace(held.layout, mesh=replace(held.layout.mesh, pp=1))
-
-    def counts(some: ModelSpec, layout: Layout = layout) -> Counter[LedgerRow]:
-        """Rows but for the sum of partial gradients: one buffer a step, of which the bytes grow with the blocks and not the count."""
-        found = Counter({replace(row, count=1): row.count for row in ledger(rhythm(some, layout, policy, precision, seq_len))})
-        found.subtract(ledger(partial_sums(((t, 1) for t in on_stage(some, layout.mesh.pp, 0).parameters), layout, precision)))
-        return found
-
-    kinds = [unit for unit in units_of(model) if not unit.is_root]
-    if not layout.cuts_state or model.num_layers <= 2 or not kinds:
-        total = counts(model)
-    else:
-        total = counts(_sampled(model, kinds))
-        one = total.copy()
-        for kind in kinds:
-            times = kind.count - 1
-            more = counts(_sampled(model, kinds, kind)) if times else one
-            for row in one | more:
-                total[row] += times * (more[row] - one[row])
-    if pp > 1:
-        between = counts(_shortened(whole, pp), held.layout)
-        total = Counter({row: n for row, n in total.items() if row.phase != "step"})
-        total.update({row: n for row, n in between.items() if row.phase == "step" or "pp" in row.axes})
-    sums = ledger(partial_sums(((t, unit.count) for unit in units_of(model) for t in unit.tensors), layout, precision))
-    return [*(replace(row, count=count) for row, count in total.items() if count), *sums]
-
-
-def _sampled(model: ModelSpec, kinds: list[Unit], again: Unit | None = None) -> ModelSpec:
-    """The model with one block of each kind, and one more of the kind `again`."""
-    names = {kind.name for kind in kinds}
-    tensors = tuple(t for t in model.tensors if not t.unit or t.unit in names)
-    more = tuple(replace(t, name=f"again.{t.name}", unit=f"again.{t.unit}") for t in again.tensors) if again else ()
-    return replace(model, num_layers=len(kinds) + bool(again), tensors=(*tensors, *more))
-
-
-def _shortened(model: ModelSpec, num_layers: int) -> ModelSpec:
-    """The model with its first blocks only."""
-    if num_layers >= model.num_layers:
-        return model
-    kept = set([unit for unit in dict.fromkeys(t.unit for t in model.tensors) if unit][:num_layers])
-    return replace(model, num_layers=num_layers, tensors=tuple(t for t in model.tensors if not t.unit or t.unit in kept))
+    """`rhythm`'s ledger, with the parameters' part of the first pipeline stage taken as a model of its own."""
+    pp, layout = held.layout.mesh.pp, replace(held.layout, mesh=replace(held.layout.mesh, pp=1))
+    rows = ledger(rhythm(on_stage(model, pp, 0), layout, policy, precision, seq_len))
+    if pp == 1:
+        return rows
+    between = ledger(rhythm(model, held.layout, policy, precision, seq_len))
+    return [row for row in rows if row.phase != "step"] + [row for row in between if row.phase == "step" or "pp" in row.axes]
 
 
 # Overlap

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeVar
 
 from pentamesh.job.precision import ITEMSIZE, Precision
@@ -17,11 +18,11 @@ from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, TOKEN_AXES, Layout
 from pentamesh.layout.moves import Move, crossing, mirror, moves
 from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
 from pentamesh.layout.rules import tensor_partial
-from pentamesh.layout.split import Split, split
+from pentamesh.layout.split import split
 from pentamesh.layout.stages import on_stage
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
-from pentamesh.model.spec import ModelSpec
+from pentamesh.model.spec import ModelSpec, Unit
 
 __all__ = ["LedgerRow", "buckets", "ledger", "partial_sums", "rhythm"]
 
@@ -75,7 +76,7 @@ def rhythm(model: ModelSpec, layout: Layout, policy: Policy, precision: Precisio
     yield from _parameters(here, layout, policy, precision, rank)
     for length, times in ({seq: policy.grad_accum} if isinstance(seq, int) else Counter(seq)).items():
         yield from _activations(model, layout, policy, precision, length, times)
-    yield from partial_sums(((t, 1) for t in here.parameters), layout, precision)
+    yield from partial_sums(here, layout, precision)
     yield from _bookkeeping(model, layout)
 
 
@@ -84,26 +85,37 @@ def rhythm(model: ModelSpec, layout: Layout, policy: Policy, precision: Precisio
 
 def _parameters(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, rank: int) -> Iterator[Crossing]:
     compute, reduce, weight = ITEMSIZE[precision.compute], ITEMSIZE[precision.reduce], ITEMSIZE[precision.weight]
+    counts = _reductions(policy)
     if not layout.cuts_state:
-        reduced = _reduction(Role.GRADIENT, layout, weight, policy, rank)
+        reduced = _once_a_kind(lambda t: _reduction(t, Role.GRADIENT, layout, weight, rank))
         for bucket in buckets(model, layout, weight, rank):
-            yield from reduced(bucket)
+            yield from (Crossing("backward", move, counts[move.kind]) for move in _fused(map(reduced, bucket)))
         return
     # What the optimizer updates is cut with its state, whatever else is: from there weights are gathered, and thither gradients go.
-    gather = _once_a_kind(lambda t: moves(t, Role.STATE, Role.USE, layout, compute, rank))
-    reduced = _reduction(Role.STATE, layout, reduce, policy, rank)
-    for unit, tensors in model.units.items():
-        gathered = _fused(map(gather, tensors))
+    for unit in model.kinds:
+        gathered = _gathered(unit, layout, compute, rank)
         for phase, count in zip(("forward", "backward"), _gathers(unit, policy), strict=True):
-            yield from (Crossing(phase, move, count) for move in gathered)
-        yield from reduced(tensors)
+            yield from (Crossing(phase, move, unit.count * count) for move in gathered)
+        yield from (Crossing("backward", move, unit.count * counts[move.kind]) for move in _reduced(unit, layout, reduce, rank))
 
 
-def _gathers(unit: str, policy: Policy) -> tuple[int, int]:
+@lru_cache(maxsize=4096)
+def _gathered(unit: Unit, layout: Layout, itemsize: int, rank: int) -> tuple[Move, ...]:
+    """The collectives that gather the parameters of one unit."""
+    return _fused(moves(t, Role.STATE, Role.USE, layout, itemsize, rank) for t in unit.tensors)
+
+
+@lru_cache(maxsize=4096)
+def _reduced(unit: Unit, layout: Layout, itemsize: int, rank: int) -> tuple[Move, ...]:
+    """The collectives that reduce the gradients of one unit."""
+    return _fused(_reduction(t, Role.STATE, layout, itemsize, rank) for t in unit.tensors)
+
+
+def _gathers(unit: Unit, policy: Policy) -> tuple[int, int]:
     """How often a unit's parameters are gathered in forward and in backward. The root is never resharded in between."""
     if policy.keep_gathered:
         return 1, 0
-    return policy.grad_accum, policy.grad_accum if policy.reshard and unit else 0
+    return policy.grad_accum, policy.grad_accum if policy.reshard and not unit.is_root else 0
 
 
 def _reductions(policy: Policy) -> dict[str, int]:
@@ -114,17 +126,11 @@ def _reductions(policy: Policy) -> dict[str, int]:
     }
 
 
-def _reduction(target: Role, layout: Layout, itemsize: int, policy: Policy, rank: int) -> Callable[[Iterable[TensorSpec]], Iterator[Crossing]]:
-    """How gradients of tensors that share a buffer are reduced over the data axes; partial sums over tensor ranks wait for the end of the step."""
-
-    def computed(tensor: TensorSpec) -> Split:
-        held = split(tensor, Role.COMPUTED, layout)
-        waits = tensor_partial(tensor, layout)
-        return replace(held, partial=tuple(axis for axis in held.partial if axis not in waits))
-
-    counts = _reductions(policy)
-    cross = _once_a_kind(lambda t: crossing(computed(t), split(t, target, layout), itemsize, rank=rank))
-    return lambda tensors: (Crossing("backward", move, counts[move.kind]) for move in _fused(map(cross, tensors)))
+def _reduction(tensor: TensorSpec, target: Role, layout: Layout, itemsize: int, rank: int) -> tuple[Move, ...]:
+    """How the gradient of a tensor is reduced over the data axes; partial sums over tensor ranks wait for the end of the step."""
+    held, waits = split(tensor, Role.COMPUTED, layout), tensor_partial(tensor, layout)
+    computed = replace(held, partial=tuple(axis for axis in held.partial if axis not in waits))
+    return crossing(computed, split(tensor, target, layout), itemsize, rank=rank)
 
 
 def _once_a_kind(computed: Callable[[TensorSpec], T]) -> Callable[[TensorSpec], T]:
@@ -140,12 +146,12 @@ def _once_a_kind(computed: Callable[[TensorSpec], T]) -> Callable[[TensorSpec], 
     return found
 
 
-def _fused(crossed: Iterable[tuple[Move, ...]]) -> list[Move]:
+def _fused(crossed: Iterable[tuple[Move, ...]]) -> tuple[Move, ...]:
     """Several tensors in one buffer: their moves of the same kind and group are one, of their bytes together."""
     together: Counter[tuple[str, tuple[str, ...], int]] = Counter()
     for move in (move for moved in crossed for move in moved):
         together[move.kind, move.axes, move.num_ranks] += move.bytes
-    return [Move(*key, num_bytes) for key, num_bytes in together.items()]
+    return tuple(Move(*key, num_bytes) for key, num_bytes in together.items())
 
 
 def buckets(model: ModelSpec, layout: Layout, itemsize: int, rank: int = 0) -> list[list[TensorSpec]]:
@@ -174,12 +180,13 @@ def _activations(model: ModelSpec, layout: Layout, policy: Policy, precision: Pr
     mesh, itemsize = layout.mesh, ITEMSIZE[precision.compute]
     again = times if policy.recompute != "none" else 0
     stream = activation("residual", model, layout, policy.micro_batch, seq, ("hidden",))
-    for sublayer in (s for s in model.sublayers if s.layer % mesh.pp == 0):
+    # Sublayers of a kind move the same: one of them is asked, and counted as often as it occurs.
+    for kind, count in Counter(s.kind for s in model.sublayers if s.layer % mesh.pp == 0).items():
         # Computing a block again ends with the last tensor that its backward needs: the input of its last projection, which it leaves only to a norm.
-        leaves_again = sublayer.kind == "attention" or model.norms_what_it_adds
-        yield from _boundary(stream, layout, itemsize, times, again, again if leaves_again else 0)
-        if sublayer.kind == "attention":
-            yield from _attention(model, layout, policy, itemsize, seq, times)
+        leaves_again = kind == "attention" or model.norms_what_it_adds
+        yield from _boundary(stream, layout, itemsize, count * times, count * again, count * again if leaves_again else 0)
+        if kind == "attention":
+            yield from _attention(model, layout, policy, itemsize, seq, count * times)
     if mesh.pp == 1:
         # The embedding leaves onto the stream and the head enters from it, as a block does; they are never computed again.
         yield from _boundary(stream, layout, itemsize, times, 0, 0)
@@ -274,19 +281,19 @@ def _bookkeeping(model: ModelSpec, layout: Layout) -> Iterator[Crossing]:
         yield Crossing("step", Move("all_reduce", cut, layout.mesh.degree(*cut), 8), 1)
 
 
-def partial_sums(counted: Iterable[tuple[TensorSpec, int]], layout: Layout, precision: Precision) -> Iterator[Crossing]:
-    """The sum, once a step and in one buffer for each group, of the gradients of which each tensor rank has a part; `counted` are tensors and how
-    many of each."""
+def partial_sums(model: ModelSpec, layout: Layout, precision: Precision) -> Iterator[Crossing]:
+    """The sum, once a step and in one buffer for each group, of the gradients of which each tensor rank has a part."""
     numels: Counter[tuple[str, ...]] = Counter()
-    for tensor, count in counted if layout.mesh.tp > 1 else ():
-        if axes := tensor_partial(tensor, layout):
-            numels[axes] += count * split(tensor, Role.STATE, layout).max_local_numel
+    for unit in model.kinds if layout.mesh.tp > 1 else ():
+        for tensor in unit.tensors:
+            if axes := tensor_partial(tensor, layout):
+                numels[axes] += unit.count * split(tensor, Role.STATE, layout).max_local_numel
     for axes, numel in sorted(numels.items()):
         yield Crossing("step", Move("all_reduce", axes, layout.mesh.degree(*axes), numel * ITEMSIZE[precision.gradient]), 1)
 
 
 def norm_axes(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
     """The axes that part the gradients when they meet the optimizer, each tensor's or all by stages: over them the squared norm is summed."""
-    cut = {axis for unit in model.units.values() for t in unit for axis in split(t, Role.STATE, layout).axes}
+    cut = {axis for unit in model.kinds for t in unit.tensors for axis in split(t, Role.STATE, layout).axes}
     cut |= {"pp"} if layout.mesh.pp > 1 else set()
     return tuple(axis for axis in ("pp", *SHARD_AXES, "edp", "ep", "tp") if axis in cut)

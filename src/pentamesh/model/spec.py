@@ -9,7 +9,7 @@ from typing import Any
 
 from pentamesh.model.dims import TensorSpec
 
-__all__ = ["Kept", "ModelSpec", "Sublayer"]
+__all__ = ["Kept", "ModelSpec", "Sublayer", "Unit"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,19 @@ class Sublayer:
 
     layer: int
     kind: str  # attention | mlp
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """One kind of unit (the root "" or a block), how many the model has, and the tensors of one. Equal to itself only, as a key of caches."""
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    count: int
+
+    @property
+    def is_root(self) -> bool:
+        return not self.name
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,14 @@ class ModelSpec:
         """Parameters by the module that is gathered as one; the root, "", holds embedding, final norm and head."""
         ordered = sorted(self.parameters, key=lambda t: t.unit)
         return {unit: tuple(group) for unit, group in groupby(ordered, key=lambda t: t.unit)}
+
+    @cached_property
+    def kinds(self) -> tuple[Unit, ...]:
+        """The distinct units, the root first: blocks whose tensors have the same kinds and dims are one, counted as often as it occurs."""
+        found: dict[tuple[object, ...], list[tuple[TensorSpec, ...]]] = {}
+        for name, tensors in self.units.items():
+            found.setdefault((bool(name), *((t.kind, t.dims) for t in tensors)), []).append(tensors)
+        return tuple(Unit(alike[0][0].unit, alike[0], len(alike)) for alike in found.values())
 
     @cached_property
     def block(self) -> tuple[TensorSpec, ...]:
