@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pentamesh.cost import activations
 from pentamesh.cost.holding import Holding, widths
@@ -86,8 +87,8 @@ def peak_flop_per_s(device: Device, precision: Precision) -> float:
 
 def work(held: Holding, policy: Policy, precision: Precision, batch: Batch, device: Device) -> Work:
     """Seconds of the busiest rank. Recompute adds a forward to every backward, of the blocks only, and `selective` none of their matmuls."""
-    dear_s, cheap_s = _blocks_s(held, precision, batch, device)
-    head_s = _head_s(held, precision, batch, device)
+    dear_s, cheap_s = _blocks_s(held, precision, batch.micro_batch, batch.seq_len, device)
+    head_s = _head_s(held, precision, batch.micro_batch, batch.seq_len, device)
     launch_s = held.stage_num_layers(0) * OPERATIONS_PER_BLOCK * EFFICIENCY[device.kind].launch_s
     forward, again = (times * launch_s for times in HOST[policy.recompute])
     forward_s = max((dear_s + cheap_s + head_s) * FORWARD, forward)
@@ -108,23 +109,25 @@ def offloading_s(held: Holding, policy: Policy, precision: Precision, batch: Bat
     return held.stage_num_layers(0) * activations.local_bytes(kept, held.layout) / host_bytes_per_s(device)
 
 
-def _blocks_s(held: Holding, precision: Precision, batch: Batch, device: Device) -> tuple[float, float]:
+@lru_cache(maxsize=256)
+def _blocks_s(held: Holding, precision: Precision, micro_batch: int, seq_len: int, device: Device) -> tuple[float, float]:
     """Forward and backward of a stage's blocks: matmuls and causal attention, and apart from them the traffic of everything else."""
     mesh, model, reach = held.layout.mesh, held.model, EFFICIENCY[device.kind]
-    tokens = activations.local_tokens(held.layout, batch.micro_batch, batch.seq_len)
+    tokens = activations.local_tokens(held.layout, micro_batch, seq_len)
     share = held.stage_num_layers(0) / model.num_layers / mesh.tp
     head = sum(t.met_numel for t in model.tensors if t.kind == "matmul" and not t.unit)
-    attention = model.attention_flop_per_token(batch.seq_len)
-    matmul = flop_per_token(held, batch.seq_len) - attention - 6 * head
+    attention = model.attention_flop_per_token(seq_len)
+    matmul = flop_per_token(held, seq_len) - attention - 6 * head
     peak = peak_flop_per_s(device, precision)
-    saved = activations.local_bytes(activations.block(model, held.layout, batch.micro_batch, batch.seq_len, precision.compute), held.layout)
+    saved = activations.local_bytes(activations.block(model, held.layout, micro_batch, seq_len, precision.compute), held.layout)
     traffic_s = TRAFFIC_PER_SAVED_BYTE * saved * held.stage_num_layers(0) / (device.memory_bytes_per_s * reach.memory)
     return tokens * share * (matmul / reach.matmul + attention / 2 / reach.attention) / peak, traffic_s
 
 
-def _head_s(held: Holding, precision: Precision, batch: Batch, device: Device) -> float:
+@lru_cache(maxsize=256)
+def _head_s(held: Holding, precision: Precision, micro_batch: int, seq_len: int, device: Device) -> float:
     """Forward and backward of the head and the loss."""
-    reach, tokens = EFFICIENCY[device.kind], activations.local_tokens(held.layout, batch.micro_batch, batch.seq_len)
+    reach, tokens = EFFICIENCY[device.kind], activations.local_tokens(held.layout, micro_batch, seq_len)
     logits = tokens * held.model.vocab / held.layout.mesh.tp
     flop = 6 * held.head_numel * tokens
     pieces = -(-tokens // head_piece(tokens, held.model.vocab, held.layout.mesh.tp, device.kind))

@@ -6,8 +6,9 @@ gradients are reduced, and the optimizer's step. Everything per tensor comes fro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from pentamesh.cost import activations
 from pentamesh.cost.holding import NF4_BYTES, Holding, resting, states
@@ -17,6 +18,7 @@ from pentamesh.job.precision import ITEMSIZE, ROUNDED_AT_ONCE, Precision
 from pentamesh.layout.mesh import Layout
 from pentamesh.layout.policy import Policy
 from pentamesh.model.roles import Role
+from pentamesh.model.spec import ModelSpec
 
 __all__ = ["memory", "verdict"]
 
@@ -112,8 +114,9 @@ class _Rank:
         block, blocks = self.held.block_numel(Role.USE, trained=True), self.held.blocks_numel(Role.USE, self.stage, trained=True)
         return {"root": 0, "block": block, "blocks": blocks}[which] * itemsize
 
-    def _saved(self, saved: tuple[activations.Saved, ...]) -> int:
-        return activations.local_bytes(saved, self.held.layout)
+    def _saved(self, listed: Callable[..., tuple[activations.Saved, ...]], *asked: str, **named: bool) -> int:
+        """Bytes of what a function of `activations` lists for this rank's micro-batches."""
+        return _saved_bytes(listed, self.held.model, self._layout, *self._shape, self.precision.compute, *asked, **named)
 
     def _share(self, num_bytes: int, layers: int) -> int:
         """Of what all blocks of the stage take, the part of `layers` of them."""
@@ -215,7 +218,7 @@ class _Rank:
 
     @cached_property
     def _block_kept(self) -> int:
-        return self._saved(activations.kept(self.held.model, self._layout, *self._shape, self.precision.compute, self.policy.recompute))
+        return self._saved(activations.kept, self.policy.recompute)
 
     def _num_kept(self, layers: int) -> int:
         """Blocks that wait for backward: `layers` of this micro-batch, all of the others in flight, under 1F1B one for each stage that follows."""
@@ -224,9 +227,7 @@ class _Rank:
 
     @cached_property
     def _head_kept(self) -> int:
-        if not self._is_last:
-            return 0
-        return self._saved(activations.head(self.held.model, self._layout, *self._shape, self.precision.compute))
+        return self._saved(activations.head) if self._is_last else 0
 
     @property
     def _offloads(self) -> bool:
@@ -249,25 +250,27 @@ class _Rank:
         """
         model, compute = self.held.model, self._compute
         tokens = activations.local_tokens(self._layout, *self._shape)
-        again = self._saved(activations.again(model, self._layout, *self._shape, self.precision.compute, self.policy.recompute))
+        again = self._saved(activations.again, self.policy.recompute)
         scores = activations.scores(model, self._layout, *self._shape, self.precision.compute, self.kind) if model.is_described else 0
         return again + scores + tokens * (3 * compute * model.ffn // self._layout.mesh.tp + (2 * compute + ITEMSIZE["float32"]) * model.hidden)
 
     @property
-    def _logits(self) -> tuple[activations.Saved, ...]:
-        return activations.logits(self.held.model, self._layout, *self._shape, self.precision.compute, self.kind, frozen=self.held.is_adapted)
+    def _logits(self) -> int:
+        return self._saved(activations.logits, self.kind, frozen=self.held.is_adapted) if self._is_last else 0
 
     # Moments
 
     def _moment(self, gradients: int, working: int, **passing: int) -> _Moment:
-        return _Moment(**resting(self.held, self.precision, self.stage), gradients=gradients, working=working, **passing)
+        return _Moment(**self._resting, gradients=gradients, working=working, **passing)
+
+    @cached_property
+    def _resting(self) -> dict[str, int]:
+        return resting(self.held, self.precision, self.stage)
 
     def _loss(self) -> _Moment:
         layers = self._layers
-        logits = self._saved(self._logits) if self._is_last else 0
-        return self._moment(
-            self._gradients(layers), self._used(layers) + self._unreduced(layers), activations=self._activations(layers), logits=logits
-        )
+        working = self._used(layers) + self._unreduced(layers)
+        return self._moment(self._gradients(layers), working, activations=self._activations(layers), logits=self._logits)
 
     def _backward(self, layers: int) -> _Moment:
         """The backward of a block, the last of `layers` that have still to go back."""
@@ -288,6 +291,12 @@ class _Rank:
         piece = min(self.held.largest_tensor_numel, ROUNDED_AT_ONCE[self.kind])
         rounding = ROUNDING_COPIES * ITEMSIZE["float32"] * piece if self.precision.stochastic_rounding else 0
         return self._moment(self._gradients(-1), rounding)
+
+
+@lru_cache(maxsize=4096)
+def _saved_bytes(listed: Callable[..., tuple[activations.Saved, ...]], model: ModelSpec, layout: Layout, *asked: object, **named: object) -> int:
+    """Bytes of what a function of `activations` lists; policies of one layout ask for the same again and again."""
+    return activations.local_bytes(listed(model, layout, *asked, **named), layout)
 
 
 def memory(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pentamesh.errors import InputError
 
-__all__ = ["Device", "Link", "capped", "find_gpu", "gpu_names", "host_bytes_per_s", "intra_link"]
+__all__ = ["Device", "Link", "capped", "find_gpu", "gpu_names", "gpus", "host_bytes_per_s", "intra_link"]
 
 # Of PCIe's rate, what a copy from or to pinned memory reaches.
 HOST_SHARE = 0.8
@@ -64,6 +64,11 @@ def _catalogue() -> dict[str, Any]:
 def gpu_names() -> tuple[str, ...]:
     """Every GPU of the catalogue, by its full name."""
     return tuple(gpu["name"] for gpu in _catalogue()["gpus"])
+
+
+def gpus() -> Iterator[Device]:
+    """Every GPU of the catalogue."""
+    return map(_device, _catalogue()["gpus"])
 
 
 def _plain(name: str) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from pentamesh.cost.holding import Holding
+from pentamesh.cost.holding import Holding, resting
 from pentamesh.cost.needs import BEST_FIRST, Verdict
 from pentamesh.cost.predict import Prediction, predict
 from pentamesh.errors import InputError
-from pentamesh.job.device import find_gpu, gpu_names
+from pentamesh.job.device import gpus
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Job
 from pentamesh.job.precision import PRECISIONS
@@ -64,9 +64,12 @@ class _Asked:
         return next(verdict for verdict in BEST_FIRST if verdict in found)
 
     def _judge(self, job: Job, layout: Layout, hardware: Hardware) -> Verdict:
-        held = Holding(self.model, layout, job.method)
-        policy = next(policies(layout, job, lean=True))
-        return predict(held, policy, PRECISIONS[job.precision], job.batch, hardware).verdict
+        """Where what rests is too much already, nobody asks for what passes through."""
+        held, precision = Holding(self.model, layout, job.method), PRECISIONS[job.precision]
+        rests = max(sum(resting(held, precision, stage).values()) for stage in range(layout.mesh.pp))
+        if rests > hardware.device.usable_bytes:
+            return "does_not_fit"
+        return predict(held, next(policies(layout, job, lean=True)), precision, job.batch, hardware).verdict
 
     def tried(self, job: Job, sentence: str, hardware: Hardware | None = None) -> Iterator[str]:
         """The sentence when the change works, with a word where it is at the edge."""
@@ -76,7 +79,10 @@ class _Asked:
 
     def tried_shorter(self, job: Job, sentence: str) -> Iterator[str]:
         """As `tried`, and where the change is not enough, together with the longest sequence that halving leaves and that fits."""
-        yield from self.tried(job, sentence) if self.verdict(job) != "does_not_fit" else self.shortened(job, f"{sentence}, together with ")
+        if found := list(self.tried(job, sentence)):
+            yield from found
+        else:
+            yield from self.shortened(job, f"{sentence}, together with ")
 
     def shortened(self, job: Job, before: str = "") -> Iterator[str]:
         """The longest sequence that halving leaves and that fits."""
@@ -174,8 +180,7 @@ def _smallest(works: Callable[[int], bool], fails: int, limit: int) -> int | Non
 
 def _bigger(hardware: Hardware, smallest: Prediction) -> Iterator[str]:
     """The smallest GPU of the catalogue that holds the leanest candidate: what a rank needs does not depend on the GPU."""
-    names = [name for name in gpu_names() if _maker(name) == _maker(hardware.device.name)]
-    devices = sorted((find_gpu(name)[0] for name in names), key=lambda d: d.usable_bytes)
+    devices = sorted((gpu for gpu in gpus() if _maker(gpu.name) == _maker(hardware.device.name)), key=lambda d: d.usable_bytes)
     peak = smallest.memory.peak_bytes.high
     bigger = next((d for d in devices if d.usable_bytes >= peak and d.usable_bytes > hardware.device.usable_bytes), None)
     if bigger:
