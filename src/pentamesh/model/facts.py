@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,23 +58,30 @@ def read_facts(text: str, where: str) -> Facts:
         if (found["schema"], found["version"]) != (SCHEMA, VERSION):
             raise InputError(f"this is {found['schema']} version {found['version']}, not {SCHEMA} version {VERSION}", where=where, hint="delete it")
         tied = found["tied"]
-        tensors = tuple(_tensor(*described, tied) for part in found["parts"] for described in _unfolded(part))
+        tensors = tuple(
+            TensorSpec(name, dims, _ACTS, kind, unit, tied.get(name), met=met)
+            for part in found["parts"]
+            for unit, block in _unfolded(part)
+            for name, (kind, dims, met) in block
+        )
         return Facts(found["transformers"], found["builds"], found["sizes"], tuple(found["windows"]), tensors, found["untrainable"])
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise InputError(f"these are no facts of an architecture: {error!r}", where=where, hint="delete the file: it is made anew") from None
 
 
-def _unfolded(part: dict[str, Any]) -> Iterator[tuple[str, str, list[Any]]]:
-    """(name, unit, what is known) of every parameter of a part: a stack says for each layer which of its distinct blocks it is."""
-    for name, known in part.get("tensors", {}).items():
-        yield name, "", known
+_Known = tuple[str, tuple[Dim, ...], tuple[int, int]]  # kind, dims, met
+
+
+def _unfolded(part: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, _Known]]]]:
+    """Every unit of a part, with the names of its parameters and what is known of them: a stack says for each layer which of its distinct blocks
+    it is, and those are read once."""
+    yield "", [(name, _known(*said)) for name, said in part.get("tensors", {}).items()]
+    kinds = [{name: _known(*said) for name, said in kind.items()} for kind in part.get("kinds", ())]
     for index, kind in part.get("order", ()):
         unit = f"{part['path']}.{index}"
-        for name, known in part["kinds"][kind].items():
-            yield f"{unit}.{name}", unit, known
+        yield unit, [(f"{unit}.{name}", known) for name, known in kinds[kind].items()]
 
 
-def _tensor(name: str, unit: str, known: list[Any], tied: dict[str, str]) -> TensorSpec:
-    kind, shape, *met = known
-    dims = tuple(Dim(f"dim{position}", size) for position, size in enumerate(shape))
-    return TensorSpec(name, dims, _ACTS, kind, unit, tied.get(name), met=tuple(met[0]) if met else (1, 1))
+def _known(kind: str, shape: list[int], met: Sequence[int] = (1, 1)) -> _Known:
+    copies, of = met
+    return kind, tuple(Dim(f"dim{position}", size) for position, size in enumerate(shape)), (copies, of)
