@@ -3,8 +3,7 @@
 stdout is data, stderr is talk. Exit codes are those of `pentamesh.errors`.
 """
 
-from __future__ import annotations
-
+# Annotations are objects here, not text: typer reads those of every command, whichever is asked for, and would compile each.
 import json
 import os
 import re
@@ -66,6 +65,8 @@ PLAN_FLAGS = {
 
 def main() -> None:
     """Run the command line; user errors become messages on stderr and an exit code, never a traceback."""
+    # pydantic would look through every installed package for plugins to load, and no other package has a say in what a job is.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
     try:
         app()
     except PentameshError as error:
@@ -246,7 +247,7 @@ def data_preview_command(
     Console().print(preview(found))
 
 
-def _plan(target: str, flags: list[tuple[str, str, str]], overrides: list[str]) -> Plan:
+def _plan(target: str, flags: list[tuple[str, str, str]], overrides: list[str]) -> "Plan":
     from pentamesh.job.hardware import read_hardware
     from pentamesh.model.read import read_model
     from pentamesh.plan.search import plan
@@ -261,14 +262,14 @@ def _is_job_file(target: str) -> bool:
     return Path(target).suffix in (".yaml", ".yml")
 
 
-def _job_of_file(path: Path, flags: list[tuple[str, str, str]], overrides: list[str]) -> tuple[Job, dict[str, str]]:
+def _job_of_file(path: Path, flags: list[tuple[str, str, str]], overrides: list[str]) -> "tuple[Job, dict[str, str]]":
     """The job of a file; flags are overrides like any other, and recorded as such."""
     from pentamesh.job.read import read_job
 
     return read_job(path, [*(f"{key}={value}" for _, key, value in flags), *overrides])
 
 
-def _job_of_flags(model: str, flags: list[tuple[str, str, str]], overrides: list[str]) -> Job:
+def _job_of_flags(model: str, flags: list[tuple[str, str, str]], overrides: list[str]) -> "Job":
     """The job that a model and flags describe; each problem names its flag."""
     from pentamesh.job.read import job_from_flags
     from pentamesh.job.written import read_value
@@ -398,7 +399,7 @@ def _show(explained: Any, as_json: bool) -> None:
     show_table(explained)
 
 
-def _model(name: str) -> ModelSpec:
+def _model(name: str) -> "ModelSpec":
     from pentamesh.model.read import read_model
 
     return read_model(name)
