@@ -12,7 +12,6 @@ from pentamesh.errors import InputError
 from pentamesh.model import catalogue
 from pentamesh.model.config import BUILT_AS, as_built, canonical, check, parse_config, read_config
 from pentamesh.model.families import describe, generic
-from pentamesh.model.gguf import gguf_config, gguf_file, read_gguf
 from pentamesh.model.spec import ModelSpec
 from pentamesh.model.traced import facts_of
 
@@ -62,6 +61,8 @@ def _local(name: str, base: Path | None) -> Path:
 
 
 def _of_path(path: Path, name: str) -> ModelSpec:
+    from pentamesh.model.gguf import gguf_config, gguf_file, read_gguf  # few plans read one, and all would import it
+
     if gguf := gguf_file(path):
         found = read_gguf(gguf)
         return _spec(gguf_config(found), name, str(gguf), (f"its weights are de-quantised from {gguf.name} to {found.dtype} before training",))

@@ -6,7 +6,7 @@ Every line reads the same without colour; colour only repeats what the words say
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -14,10 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pentamesh.layout.mesh import AXES
-from pentamesh.plan.explain import Table as Explained
 from pentamesh.plan.plan import Plan, Range
 from pentamesh.plan.reasons import NAMES
 from pentamesh.units import format_bytes, format_count, format_flop_per_s, format_seconds
+
+if TYPE_CHECKING:
+    from pentamesh.plan.explain import Table as Explained
 
 __all__ = ["show_plan", "show_table"]
 
@@ -64,8 +66,9 @@ def _cell(cell: object, is_time: bool) -> str:
 
 
 def _console(stream: TextIO | None) -> Console:
-    console = Console(file=stream, highlight=False)
-    return Console(file=stream, highlight=False, width=min(console.width, 120) if console.is_terminal else WIDTH)
+    console = Console(file=stream, highlight=False, emoji=False)
+    console.width = min(console.width, 120) if console.is_terminal else WIDTH
+    return console
 
 
 def _head(plan: Plan) -> Iterator[RenderableType]:
