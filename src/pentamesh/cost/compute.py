@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from pentamesh.cost import activations
 from pentamesh.cost.holding import Holding, widths
@@ -17,8 +17,7 @@ from pentamesh.model.roles import Role
 __all__ = ["Work", "flop_per_token", "offloading_s", "peak_flop_per_s", "tokens_per_step", "work"]
 
 
-@dataclass(frozen=True)
-class Efficiency:
+class Efficiency(NamedTuple):
     """Shares of a device's peaks that training reaches.
 
     matmul      of the dense peak, over the shapes of a training step
@@ -58,8 +57,7 @@ FORWARD, BACKWARD = 1 / 3, 2 / 3
 HOST = {"none": (1.0, 0.0), "selective": (4.2, 4.3), "full": (1.7, 2.1)}
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Seconds of one rank: forward and backward of one micro-batch, and the optimizer once a step."""
 
     forward_s: float

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import Layout
@@ -27,8 +28,7 @@ ADAPTER_RANK = 16
 NF4_BYTES = (4 + 0.127) / 8
 
 
-@dataclass(frozen=True)
-class Widths:
+class Widths(NamedTuple):
     """Bytes per element of what is held: trained weights, gradients and optimizer state; and of weights that stay frozen."""
 
     weight: int
@@ -147,10 +147,12 @@ def _local_numel(tensors: tuple[TensorSpec, ...], role: Role, layout: Layout) ->
 
 @lru_cache(maxsize=4096)
 def _alike(role: Role, layout: Layout) -> tuple[Role, Layout]:
-    """A role and layout in which tensors are held as in these: of what is stored, it only matters whether the strategy cuts it."""
-    if role in STORE:
-        return Role.STATE, replace(layout, shard="optimizer" if role in SHARDED_KINDS[layout.shard] else "none")
-    return role, replace(layout, shard="none")
+    """A role and layout in which parameters are held as in these: of what is stored, it only matters whether the strategy cuts it, and of the data
+    axes how far (all of them where experts live on them)."""
+    is_cut, mesh = role in SHARDED_KINDS[layout.shard], replace(layout.mesh, dp_replicate=1)
+    if not is_cut and mesh.ep == 1:
+        mesh = replace(mesh, dp_shard=1)
+    return Role.STATE if role in STORE else role, replace(layout, mesh=mesh, shard="optimizer" if is_cut else "none")
 
 
 def widths(precision: Precision, layout: Layout, method: str = "full") -> Widths:

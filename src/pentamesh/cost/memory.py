@@ -7,8 +7,9 @@ gradients are reduced, and the optimizer's step. Everything per tensor comes fro
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from pentamesh.cost import activations
 from pentamesh.cost.holding import NF4_BYTES, Holding, resting, states
@@ -27,8 +28,7 @@ GIB = 2**30
 ROUNDING_COPIES = 8
 
 
-@dataclass(frozen=True)
-class Overhead:
+class Overhead(NamedTuple):
     """What a process holds outside torch's tensors, low / expected / high.
 
     context   CUDA context and kernels 0.47-0.92 GiB. Source: stas00/ml-engineering, training/performance
@@ -60,8 +60,7 @@ OVERHEAD = {
 ESTIMATED = Range(0.8, 1.0, 1.3)
 
 
-@dataclass(frozen=True)
-class _Moment:
+class _Moment(NamedTuple):
     """What is alive at one moment, in bytes. `working` is gathered, cast or unreduced parameters; the last three come and go."""
 
     weights: int
@@ -288,9 +287,11 @@ class _Rank:
 
     def _update(self) -> _Moment:
         """Fused AdamW makes no temporaries; stochastic rounding has a piece of weight, gradient and moments in float32, a root, and its noise."""
-        piece = min(self.held.largest_tensor_numel, ROUNDED_AT_ONCE[self.kind])
-        rounding = ROUNDING_COPIES * ITEMSIZE["float32"] * piece if self.precision.stochastic_rounding else 0
-        return self._moment(self._gradients(-1), rounding)
+        return self._moment(self._gradients(-1), self._rounding if self.precision.stochastic_rounding else 0)
+
+    @property
+    def _rounding(self) -> int:
+        return ROUNDING_COPIES * ITEMSIZE["float32"] * min(self.held.largest_tensor_numel, ROUNDED_AT_ONCE[self.kind])
 
 
 @lru_cache(maxsize=4096)
@@ -306,7 +307,7 @@ def memory(
 
     `states_bytes` is exact. The interval of the peak comes from `Overhead`; parts are those of the expected peak and add up to it.
     """
-    overhead = OVERHEAD[kind] if held.model.kept is None else replace(OVERHEAD[kind], unsure=ESTIMATED)
+    overhead = OVERHEAD[kind] if held.model.kept is None else OVERHEAD[kind]._replace(unsure=ESTIMATED)
     ranks = [_Rank(held, policy, precision, batch, stage, kind) for stage in range(held.layout.mesh.pp)]
     stages = [_stage(rank, overhead) for rank in ranks]
     fullest = max(stages, key=lambda s: s.peak_bytes.expected)
@@ -331,7 +332,7 @@ def _stage(rank: _Rank, overhead: Overhead) -> Stage:
         framework = getattr(overhead.context, of) + (getattr(overhead.nccl, of) if speaks else 0)
         return moment.total - moment.passing + moment.passing * getattr(overhead.unsure, of) * (1 + getattr(overhead.slack, of)) + framework
 
-    parts = vars(moment) | {
+    parts = moment._asdict() | {
         "framework": round(overhead.context.expected + (overhead.nccl.expected if speaks else 0)),
         "allocator": round(moment.passing * overhead.slack.expected),
     }

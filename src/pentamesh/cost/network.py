@@ -7,8 +7,8 @@ A group that spans nodes works in both at once, chunk by chunk, so the slower on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from pentamesh.job.hardware import Hardware
 from pentamesh.layout.mesh import Mesh
@@ -26,8 +26,7 @@ NVLS_MIN_RANKS = 4
 NIC_PLATEAU = 0.92
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """The ranks of a collective on a machine: `num_nodes` nodes with `per_node` of its ranks each, and how many such groups share a node."""
 
     num_nodes: int

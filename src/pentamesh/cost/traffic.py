@@ -7,8 +7,9 @@ hides: the first gather and the last reduction, and whatever takes longer than t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from pentamesh.cost.compute import Work
 from pentamesh.cost.holding import NF4_BYTES, Holding, adapters
@@ -28,8 +29,7 @@ __all__ = ["Flow", "communication", "flows"]
 _DATA = frozenset((*DATA_AXES, *SHARD_AXES, "edp"))
 
 
-@dataclass(frozen=True)
-class Flow:
+class Flow(NamedTuple):
     """A row of the predicted ledger and the seconds of all its collectives together."""
 
     row: LedgerRow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pentamesh.job.division import divisors, uneven_batch, uneven_sequence
 from pentamesh.job.hardware import Hardware
@@ -12,8 +12,7 @@ from pentamesh.job.job import Job
 __all__ = ["Conflict", "impossible", "untrainable"]
 
 
-@dataclass(frozen=True)
-class Conflict:
+class Conflict(NamedTuple):
     """What does not go together: the keys, the first of them where it is to be mended."""
 
     keys: tuple[str, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Uneven", "choice", "divisors", "sequence_pieces", "uneven_batch", "uneven_sequence"]
 
@@ -20,8 +20,7 @@ def choice(numbers: Iterable[int]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-@dataclass(frozen=True)
-class Uneven:
+class Uneven(NamedTuple):
     """What does not divide, with its numbers, and the sizes that would."""
 
     what: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pentamesh.errors import Problem
 from pentamesh.job.division import choice, divisors, uneven_batch, uneven_sequence
@@ -19,8 +19,7 @@ __all__ = ["grad_accum", "problems"]
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-@dataclass(frozen=True)
-class _Asked:
+class _Asked(NamedTuple):
     """What is judged: the three facts that every rule reads."""
 
     model: ModelSpec

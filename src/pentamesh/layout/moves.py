@@ -15,7 +15,8 @@ USE -> CARRY at its exit; the backward of a crossing is its mirror image.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from pentamesh.layout.mesh import Layout
 from pentamesh.layout.split import Split, split
@@ -27,8 +28,7 @@ __all__ = ["Move", "crossing", "mirror", "moves"]
 _MIRROR = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "all_reduce", "all_to_all": "all_to_all", "send": "send"}
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """One collective of one rank.
 
     `bytes` is the size of the whole buffer it works on, padding included: the gathered output of an all_gather, the input of a
@@ -84,7 +84,7 @@ def crossing(before: Split, after: Split, itemsize: int, contracted: tuple[str, 
 
 def mirror(crossed: tuple[Move, ...]) -> tuple[Move, ...]:
     """The backward of a crossing: each collective's transpose, in reverse order, on buffers of the same size."""
-    return tuple(replace(move, kind=_MIRROR[move.kind]) for move in reversed(crossed))
+    return tuple(move._replace(kind=_MIRROR[move.kind]) for move in reversed(crossed))
 
 
 def _cut_dims(held: Split) -> dict[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["Entry", "Found", "entries", "find", "nearest"]
 
@@ -35,8 +35,7 @@ class Entry:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """The entry that a name means, the published name it stands for, and what should be said about that."""
 
     entry: Entry

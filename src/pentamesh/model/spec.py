@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from pentamesh.model.dims import TensorSpec
 
 __all__ = ["Kept", "ModelSpec", "Sublayer", "Unit"]
 
 
-@dataclass(frozen=True)
-class Sublayer:
+class Sublayer(NamedTuple):
     """One residual branch of a block: it is entered from the residual stream and leaves onto it once."""
 
     layer: int
@@ -33,8 +32,7 @@ class Unit:
         return not self.name
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """What autograd keeps of one token in a mean block, in elements: matmuls' inputs and outputs beside the stream, and what norms scale."""
 
     by_matmuls: int
