@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
 
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, TOKEN_AXES, Layout
@@ -25,8 +24,6 @@ from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec, Unit
 
 __all__ = ["LedgerRow", "buckets", "ledger", "partial_sums", "rhythm"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -87,9 +84,10 @@ def _parameters(model: ModelSpec, layout: Layout, policy: Policy, precision: Pre
     compute, reduce, weight = ITEMSIZE[precision.compute], ITEMSIZE[precision.reduce], ITEMSIZE[precision.weight]
     counts = _reductions(policy)
     if not layout.cuts_state:
-        reduced = _once_a_kind(lambda t: _reduction(t, Role.GRADIENT, layout, weight, rank))
-        for bucket in buckets(model, layout, weight, rank):
-            yield from (Crossing("backward", move, counts[move.kind]) for move in _fused(map(reduced, bucket)))
+        alike = Counter(tuple(model.first_alike[t.name] for t in bucket) for bucket in buckets(model, layout, weight, rank))
+        for bucket, count in alike.items():
+            reduced = _fused(_reduction(t, Role.GRADIENT, layout, weight, rank) for t in bucket)
+            yield from (Crossing("backward", move, count * counts[move.kind]) for move in reduced)
         return
     # What the optimizer updates is cut with its state, whatever else is: from there weights are gathered, and thither gradients go.
     for unit in model.kinds:
@@ -126,24 +124,12 @@ def _reductions(policy: Policy) -> dict[str, int]:
     }
 
 
+@lru_cache(maxsize=4096)
 def _reduction(tensor: TensorSpec, target: Role, layout: Layout, itemsize: int, rank: int) -> tuple[Move, ...]:
     """How the gradient of a tensor is reduced over the data axes; partial sums over tensor ranks wait for the end of the step."""
     held, waits = split(tensor, Role.COMPUTED, layout), tensor_partial(tensor, layout)
     computed = replace(held, partial=tuple(axis for axis in held.partial if axis not in waits))
     return crossing(computed, split(tensor, target, layout), itemsize, rank=rank)
-
-
-def _once_a_kind(computed: Callable[[TensorSpec], T]) -> Callable[[TensorSpec], T]:
-    """`computed`, remembered for tensors of the same dims that meet the same activation: the layers of a model are mostly alike."""
-    known: dict[object, T] = {}
-
-    def found(tensor: TensorSpec) -> T:
-        kind = tensor.dims, tensor.acts_on
-        if kind not in known:
-            known[kind] = computed(tensor)
-        return known[kind]
-
-    return found
 
 
 def _fused(crossed: Iterable[tuple[Move, ...]]) -> tuple[Move, ...]:
@@ -162,10 +148,10 @@ def buckets(model: ModelSpec, layout: Layout, itemsize: int, rank: int = 0) -> l
     """
     found: list[list[TensorSpec]] = [[]]
     size = 0
-    numel = _once_a_kind(lambda t: math.prod(split(t, Role.USE, layout).local_shape(rank)))
+    num_bytes = {t.name: itemsize * math.prod(split(t, Role.USE, layout).local_shape(rank)) for unit in model.kinds for t in unit.tensors}
     for tensor in reversed(model.parameters):  # in forward order, the embedding first even when it is also the head
         found[-1].append(tensor)
-        size += numel(tensor) * itemsize
+        size += num_bytes[model.first_alike[tensor.name].name]
         if size >= DDP_BUCKET_BYTES:
             found.append([])
             size = 0

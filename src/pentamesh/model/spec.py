@@ -102,12 +102,22 @@ class ModelSpec:
         return {unit: tuple(group) for unit, group in groupby(ordered, key=lambda t: t.unit)}
 
     @cached_property
-    def kinds(self) -> tuple[Unit, ...]:
-        """The distinct units, the root first: blocks whose tensors have the same kinds and dims are one, counted as often as it occurs."""
+    def _alike(self) -> list[list[tuple[TensorSpec, ...]]]:
+        """The units, the root first: together those whose tensors have the same kinds and dims and meet the same activations."""
         found: dict[tuple[object, ...], list[tuple[TensorSpec, ...]]] = {}
         for name, tensors in self.units.items():
-            found.setdefault((bool(name), *((t.kind, t.dims) for t in tensors)), []).append(tensors)
-        return tuple(Unit(alike[0][0].unit, alike[0], len(alike)) for alike in found.values())
+            found.setdefault((bool(name), *((t.kind, t.dims, t.acts_on) for t in tensors)), []).append(tensors)
+        return list(found.values())
+
+    @cached_property
+    def kinds(self) -> tuple[Unit, ...]:
+        """The distinct units, the root first: of those that are alike the first, counted as often as it occurs."""
+        return tuple(Unit(alike[0][0].unit, alike[0], len(alike)) for alike in self._alike)
+
+    @cached_property
+    def first_alike(self) -> dict[str, TensorSpec]:
+        """For each parameter, by its name, the one in its place in the first unit of its kind."""
+        return {t.name: first for alike in self._alike for tensors in alike for first, t in zip(alike[0], tensors, strict=True)}
 
     @cached_property
     def block(self) -> tuple[TensorSpec, ...]:
