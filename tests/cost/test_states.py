@@ -6,9 +6,11 @@ import pytest
 
 from pentamesh.cost.holding import Holding, states
 from pentamesh.job.precision import PRECISIONS
-from pentamesh.layout.mesh import Layout, Mesh
+from pentamesh.layout.mesh import SHARDS, Layout, Mesh, Shard
+from pentamesh.layout.split import split
 from pentamesh.layout.stages import stage_layers
 from pentamesh.model.read import read_model
+from pentamesh.model.roles import STORE, Role
 
 GB = 1e9
 # States per GPU in GB: 8B over 8, 70B over 8 and 16, 405B over 64.
@@ -73,3 +75,13 @@ def test_like_blocks_are_counted_once() -> None:
     assert root.is_root
     assert block.count == 32
     assert sum(t.numel for t in root.tensors) + 32 * sum(t.numel for t in block.tensors) == model.num_parameters
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(dp_replicate=4), Mesh(dp_replicate=2, dp_shard=3), Mesh(dp_shard=2, tp=4), Mesh(dp_replicate=2, dp_shard=3, cp=2, tp=2)], ids=str
+)
+def test_a_rank_holds_what_split_says_of_each_tensor(mesh: Mesh, shard: Shard) -> None:
+    model, layout = read_model("llama-3.2-1b"), Layout(mesh, shard)
+    for role in (*STORE, Role.USE):
+        assert Holding(model, layout).stage_numel(role, 0) == sum(split(t, role, layout).max_local_numel for t in model.parameters)
