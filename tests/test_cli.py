@@ -49,7 +49,7 @@ def test_nothing_fits_is_exit_3_with_the_best_attempt() -> None:
         (("plan", "llama-3.1-8b", "--on", "8xH10"), "did you mean H100"),
         (("plan", "lama-3.1-8b", "--on", "8xH100"), "lama-3.1-8b"),
         (("plan", "absent.yaml"), "absent.yaml"),
-        (("plan", "llama-3.1-8b", "--on", "16xH100", "--layout", "tensor=3"), "tensor = 3 does not divide kv_heads = 8"),
+        (("plan", "llama-3.1-8b", "--on", "3xH100", "--layout", "tensor=3"), "tensor = 3 does not divide kv_heads = 8"),
         (("plan", "llama-3.1-8b", "--on", "8xH100", "--layout", "tensor"), "write it like --layout tensor=8"),
         (("plan", "llama-3.1-8b", "--on", "8xH100", "--global-batch", "12"), "use global_batch = 8 or 16"),
         (("plan", "llama-3.1-8b", "--on", "8xH100", "--precision", "bf61"), "--precision"),

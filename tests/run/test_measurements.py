@@ -84,7 +84,8 @@ def stepped(trial: Trial) -> tuple[Standing, list[tuple[int, int]]]:
         with standing.watched(trainee), measured_peak(CPU):
             take_step(trainee, micros, 1.0, standing.look)
         del micros
-        there = [*tensors(trainee).values(), *(p.grad for p in parameters.values() if p.grad is not None), *module.buffers()]
+        kept = (getattr(t, "local", t) for t in tensors(trainee).values())
+        there = [*kept, *(p.grad for p in parameters.values() if p.grad is not None), *module.buffers()]
         counted.append((now_bytes(), storage_bytes(t for t in there)))
     return standing, counted
 

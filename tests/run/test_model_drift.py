@@ -45,7 +45,7 @@ def test_a_plan_is_of_the_model_that_it_was_made_for(tmp_path: Path) -> None:
     assert not (tmp_path / "runs/job").exists()
 
 
-@pytest.mark.parametrize("change", [rope(5e5), {"hidden_act": "gelu"}, {"rms_norm_eps": 0.1}, {"attention_dropout": 0.5}])
+@pytest.mark.parametrize("change", [rope(5e5), {"hidden_act": "gelu"}, {"rms_norm_eps": 0.1}, {"sliding_window": 9}])
 def test_what_no_size_shows(tmp_path: Path, change: dict[str, Any]) -> None:
     planned(read_asked(toy.job(tmp_path, hardware="1xCPU"), [])).write(tmp_path / "plan.json")
     changed(tmp_path / "model", **change)

@@ -75,9 +75,11 @@ def is_expert(tensor: TensorSpec) -> bool:
 
 
 def cutting_axes(tensor: TensorSpec, position: int, role: Role, layout: Layout) -> tuple[str, ...]:
-    """As `axes_of`, for a dim of `tensor` by position: tp does not cut an expert, its ranks are already among those of ep and edp."""
-    axes = axes_of(tensor.dims[position].name, role, layout)
-    return tuple(axis for axis in axes if axis != "tp") if is_expert(tensor) else axes
+    """As `axes_of`, for a dim of `tensor` by position: tp cuts neither an expert, whose ranks are already among those of ep and edp, nor the one key
+    head that all its ranks share."""
+    dim = tensor.dims[position]
+    whole = is_expert(tensor) or copies(dim, layout.mesh.tp) == layout.mesh.tp
+    return tuple(axis for axis in axes_of(dim.name, role, layout) if axis != "tp" or not whole)
 
 
 def copies(dim: Dim, degree: int) -> int:

@@ -17,6 +17,7 @@ from pentamesh.layout.policy import Policy
 from pentamesh.layout.rhythm import norm_axes
 from pentamesh.layout.rules import shared_by
 from pentamesh.layout.split import split
+from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.data.batches import Micro
@@ -119,9 +120,12 @@ def grad_norm(trainee: Trainee) -> float:
     model, parameters, world = trainee.model, trainee.parameters, trainee.world
     axes, mesh = norm_axes(model, world.layout), world.layout.mesh
     alike = set(axes) - {"pp"}
-    weights = {
-        t.name: 1.0 / (mesh.degree(*(alike - set(split(t, Role.STATE, world.layout).axes))) * shared_by(t, world.layout)) for t in model.parameters
-    }
+
+    def holders(tensor: TensorSpec) -> int:
+        cut = split(tensor, Role.STATE, world.layout).axes
+        return mesh.degree(*(alike - set(cut))) * (shared_by(tensor, world.layout) if "tp" in cut else 1)
+
+    weights = {t.name: 1.0 / holders(t) for t in model.parameters}
     grads = {name: local(p.grad) for name, p in parameters.items() if p.grad is not None}
     norms = torch.stack(torch._foreach_norm(list(grads.values()), dtype=torch.float64))
     shares = torch.tensor([weights[name] for name in grads], dtype=torch.float64, device=norms.device)
