@@ -78,7 +78,10 @@ def _axes(model: ModelSpec, *, trained_only: bool) -> tuple[str, ...]:
     """The axes beside data whose degrees are open where the request leaves them so."""
     if not model.is_described:
         return ()  # its dims have no names to cut
-    return ("tensor",) if trained_only else ("tensor", "pipeline")
+    if not trained_only:
+        return ("tensor", "pipeline")
+    # With tensor comes sequence parallel, which a stream that positions are added to is not trained with.
+    return () if model.learns_positions else ("tensor",)
 
 
 def judged(job: Job, model: ModelSpec, hardware: Hardware, axes: Sequence[str] = (), *, lean: bool = False) -> Iterator[Prediction]:
