@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from pentamesh.cost.holding import Holding
 from pentamesh.cost.needs import BEST_FIRST
@@ -49,7 +49,7 @@ def plan(
     # More axes are machinery: they are judged where pre-training may want them, or where the data axes do not do.
     axes = _axes(model, trained_only=trained_only)
     if axes and (job.method == "pretrain" or all(p.verdict == "does_not_fit" for p in found)):
-        found = list(judged(job, model, hardware, axes))
+        found += judged(job, model, hardware, axes, besides={p.held.layout for p in found})
     chosen = _choose(found)
     fits = chosen.verdict != "does_not_fit"
     return Plan(
@@ -84,10 +84,12 @@ def _axes(model: ModelSpec, *, trained_only: bool) -> tuple[str, ...]:
     return () if model.learns_positions else ("tensor",)
 
 
-def judged(job: Job, model: ModelSpec, hardware: Hardware, axes: Sequence[str] = (), *, lean: bool = False) -> Iterator[Prediction]:
-    """Every candidate of the request, judged: of the data axes, and of `axes` where it leaves their degrees open."""
+def judged(
+    job: Job, model: ModelSpec, hardware: Hardware, axes: Sequence[str] = (), *, besides: Collection[Layout] = (), lean: bool = False
+) -> Iterator[Prediction]:
+    """Every candidate of the request, judged: of the data axes, and of `axes` where it leaves their degrees open; but for layouts in `besides`."""
     precision = PRECISIONS[job.precision]
-    for layout in layouts(job, model, hardware, axes):
+    for layout in (found for found in layouts(job, model, hardware, axes) if found not in besides):
         held = Holding(model, layout, job.method)
         for policy in policies(layout, job, lean=lean):
             yield predict(held, policy, precision, job.batch, hardware)
