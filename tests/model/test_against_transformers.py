@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pentamesh.model.catalogue import Entry, entries
 from pentamesh.model.config import DEFAULTS, ROPE_BY_KIND, as_built, canonical, check
@@ -156,6 +157,43 @@ def test_both_spellings_as_transformers_writes_and_reads_them(model_type: str, t
     assert old.config["dtype"] == new.config["dtype"]
     for spec in (old, new):
         assert without_filling(spec.config["rope_parameters"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        ({"model_type": "gemma2", "sliding_window": 8, "sliding_window_pattern": 3}, (8, None, 8, None)),
+        ({"model_type": "gemma3_text", "sliding_window": 8, "sliding_window_pattern": 3}, (8, 8, None, 8)),
+        ({"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"] * 4}, (8, 8, 8, 8)),
+        ({"model_type": "phi3", "sliding_window": 8}, (8, 8, 8, 8)),
+        ({"model_type": "phi3"}, ()),
+        ({"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 8)),
+    ],
+    ids=str,
+)
+def test_windows_are_those_that_the_modules_ask_for(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    """What each attention is called with, in the order of layers."""
+    config = SMALL | {"num_hidden_layers": 4, "hidden_size": 32, "head_dim": 8} | config
+    asked: list[int | None] = []
+
+    def attend(module: Any, query: torch.Tensor, *_: Any, sliding_window: int | None = None, **__: Any) -> tuple[torch.Tensor, None]:
+        asked.append(sliding_window)
+        return query.transpose(1, 2).contiguous(), None
+
+    ALL_ATTENTION_FUNCTIONS.register("recorded", attend)
+    AutoModelForCausalLM.from_config(hf_config(deepcopy(config)), attn_implementation="recorded")(torch.tensor([[1, 2, 3]]))
+    spec = describe(canonical(config), "toy")
+    assert spec is not None
+    assert tuple(asked) == (windows or (None,) * 4)
+    assert spec.windows == windows
+
+
+def test_how_far_rotations_are_the_same_whatever_a_micro_batch_holds() -> None:
+    longrope = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    phi = canonical(SMALL | {"model_type": "phi3", "hidden_size": 32, "rope_scaling": longrope, "original_max_position_embeddings": 48})
+    dynamic = canonical(SMALL | {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    steady = [spec.steady for config in (phi, dynamic, SMALL | {"model_type": "llama"}) if (spec := describe(config, "toy"))]
+    assert steady == [48, 64, None]
 
 
 def without_filling(rope: dict[str, Any]) -> dict[str, Any]:

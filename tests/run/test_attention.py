@@ -57,6 +57,21 @@ def test_equals_the_whole_matrix(
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("scale", [0.1, 1.0])
+def test_bfloat16_is_rounded_as_fused_kernels_round(scale: float) -> None:
+    """Errors against float64 of what a window gives, beside those of torch's kernel with a mask: scores are as wide there."""
+    wide = [4 * drawn(4, seed).detach() for seed in (0, 1, 2)]
+    narrow = [t.to(torch.bfloat16) for t in wide]
+    window, exact = 5, [t.double() for t in narrow]
+    expected = by_matrix(exact[0], exact[1], exact[2], None, scale, window, None)
+    ours, _ = attention.attend(nn.Module(), narrow[0], narrow[1], narrow[2], None, scaling=scale, sliding_window=window)
+    behind = torch.arange(SEQ).unsqueeze(1) - torch.arange(SEQ)
+    mask = (behind >= 0) & (behind < window)
+    theirs = nn.functional.scaled_dot_product_attention(*narrow, attn_mask=mask, scale=scale).transpose(1, 2)
+    errors = [float((found.double() - expected).norm() / expected.norm()) for found in (ours, theirs)]
+    assert errors[0] < 1.3 * errors[1] + 1e-4, errors
+
+
 def test_no_more_than_a_piece_of_the_scores_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "LEAST_QUERIES_AT_ONCE", 3)
     monkeypatch.setitem(policy.SCORES_AT_ONCE, "cpu", 4 * 2 * 6 * 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from pentamesh.job.device import Device, host_bytes_per_s
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import DATA_AXES
-from pentamesh.layout.policy import Policy, head_piece
+from pentamesh.layout.policy import Policy, head_piece, scores_at_once
 from pentamesh.model.roles import Role
 
 __all__ = ["Work", "flop_per_token", "offloading_s", "peak_flop_per_s", "tokens_per_step", "work"]
@@ -47,6 +48,10 @@ EFFICIENCY = {
 TRAFFIC_PER_SAVED_BYTE = 12
 # Bytes per logit that the loss reads and writes, in seven passes: cast, largest, difference, exponential, sum, product, cast back.
 TRAFFIC_PER_LOGIT = 48
+# Of a score that attention computes with a window or a cap, forward and backward: FLOP per element of a head in seven products (two forward), and
+# bytes that are read and written by these, casts, masks, sums and exponentials in float32: counted, operation by operation.
+FLOP_PER_SCORE = 14
+TRAFFIC_PER_SCORE = {"plain": 162, "capped": 230}
 # Bytes per element of the head's gradient to which a piece adds its part: that written and read, the sum read and written.
 TRAFFIC_PER_ADDED = 12
 # Eager operations of a block of this family: norms 12, attention 18, MLP 5, residuals 2, casts; twice as many in backward.
@@ -114,12 +119,29 @@ def _blocks_s(held: Holding, precision: Precision, micro_batch: int, seq_len: in
     tokens = activations.local_tokens(held.layout, micro_batch, seq_len)
     share = held.stage_num_layers(0) / model.num_layers / mesh.tp
     head = sum(t.met_numel for t in model.tensors if t.kind == "matmul" and not t.unit)
-    attention = model.attention_flop_per_token(seq_len)
-    matmul = flop_per_token(held, seq_len) - attention - 6 * head
+    matmul = flop_per_token(held, seq_len) - model.attention_flop_per_token(seq_len) - 6 * head
     peak = peak_flop_per_s(device, precision)
+    attention_s = _attention_s(held, micro_batch, seq_len, peak, device)
     saved = activations.local_bytes(activations.block(model, held.layout, micro_batch, seq_len, precision.compute), held.layout)
     traffic_s = TRAFFIC_PER_SAVED_BYTE * saved * held.stage_num_layers(0) / (device.memory_bytes_per_s * reach.memory)
-    return tokens * share * (matmul / reach.matmul + attention / 2 / reach.attention) / peak, traffic_s
+    return tokens * share * (matmul / reach.matmul / peak + attention_s), traffic_s
+
+
+def _attention_s(held: Holding, micro_batch: int, seq_len: int, peak: float, device: Device) -> float:
+    """Attention of one token in all layers, forward and backward: by fused kernels the causal half of what it attends to, with a window or a cap
+    every score of pentamesh.run.attention, which is written and read."""
+    model, reach = held.model, EFFICIENCY[device.kind]
+    windows = {window: count for window, count in Counter(model.windows).items() if model.is_described and window and window < seq_len}
+    whole = model.num_layers - sum(windows.values()) if model.is_described else 0
+    if model.score_cap:
+        windows, whole = windows | {None: whole}, 0
+    heads = micro_batch * -(-model.num_heads // held.layout.mesh.tp)
+    keys = [(scores_at_once(heads, seq_len, window, device.kind)[1] / (1 if window else 2), count) for window, count in windows.items()]
+    scores = model.num_heads * sum(number * count for number, count in keys)
+    fused = 12 * whole * seq_len * model.num_heads * model.head_dim if model.is_described else model.attention_flop_per_token(seq_len)
+    traffic = TRAFFIC_PER_SCORE["capped" if model.score_cap else "plain"] * scores
+    by_pieces = FLOP_PER_SCORE * model.head_dim * scores / reach.matmul / peak + traffic / (device.memory_bytes_per_s * reach.memory)
+    return fused / 2 / reach.attention / peak + by_pieces
 
 
 @lru_cache(maxsize=256)

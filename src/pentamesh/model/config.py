@@ -66,6 +66,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
     "glm4": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
 }
+# Keys that a null does not stand for the default of.
+NEVER_NULL = {name: {"num_key_value_heads", "head_dim", "tie_word_embeddings"} for name in ("gemma2", "gemma3_text")} | {
+    "glm4": {"num_key_value_heads", "head_dim", "attention_bias"}
+}
+LAYER_TYPES = ("full_attention", "sliding_attention")
+# Older names of one kind of rotation. Source: transformers, configuration_phi3.py.
+LONGROPE = {"phi3": ("su", "yarn")}
 # Of a head, the share that positions rotate where `partial_rotary_factor` does not say, in families whose code asks.
 ROTATED = {"glm4": 0.5, "phi3": 1.0}
 # Where layers of each kind have rotary frequencies of their own: the key that once named their base, and what its absence means.
@@ -141,6 +148,8 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = {("rope_type" if key == "type" else key): value for part in parts for key, value in part.items()}
     if config.get("rope_theta") is not None:
         rope.setdefault("rope_theta", config["rope_theta"])
+    if rope.get("rope_type") in LONGROPE.get(str(config.get("model_type")), ()):
+        rope["rope_type"] = "longrope"
     share = config.get("partial_rotary_factor", ROTATED.get(str(config.get("model_type"))))
     if share is not None:
         rope.setdefault("partial_rotary_factor", share)
@@ -155,7 +164,8 @@ def _rope_by_kind(config: Mapping[str, Any], kinds: Mapping[str, tuple[str, floa
     rope = {}
     for kind, (key, base) in kinds.items():
         scaled = scaling if kind == "full_attention" and isinstance(scaling, dict) else {}
-        said = {**(given.get(kind) or {}), **{("rope_type" if k == "type" else k): v for k, v in scaled.items()}}
+        own = given.get(kind)
+        said = {**(own if isinstance(own, dict) else {}), **{("rope_type" if k == "type" else k): v for k, v in scaled.items()}}
         rope[kind] = {"rope_type": "default", "rope_theta": config.get(key, base), **said}
     return rope
 
@@ -188,6 +198,8 @@ def _faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         if not isinstance(config.get(key), bool | None):
             yield key, f"{key} = {config[key]!r} is neither true nor false", "fetch the config.json again"
     yield from _numbers(config)
+    if model_type != "gpt2":
+        yield from _by_layer(config)
     if not bad:
         yield from (_inconsistent_gpt2 if model_type == "gpt2" else _inconsistent)(sizes)
 
@@ -220,6 +232,25 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for key, value, known in (*words, *(("rope_type", part.get("rope_type"), ROPE_TYPES) for part in ropes)):
         if value is not None and value not in known:
             yield key, f"{key} = {value!r} is not one that is known", f"known are {', '.join(known)}"
+
+
+def _by_layer(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """How far layers see, and by which frequencies they rotate."""
+    mend = "fetch the config.json again"
+    for key, least in (("sliding_window", 1), ("sliding_window_pattern", 1), ("max_window_layers", 0)):
+        value = config.get(key)
+        if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+            yield key, f"{key} = {value!r} is not a whole number from {least}", mend
+    kinds = config.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and set(map(str, kinds)) <= set(LAYER_TYPES)):
+        yield "layer_types", f"layer_types = {repr(kinds)[:60]} is not a list of {' and '.join(LAYER_TYPES)}", mend
+    elif kinds is not None and len(kinds) != config.get("num_hidden_layers"):
+        yield "layer_types", f"layer_types names {len(kinds)} layers of {config.get('num_hidden_layers')}", mend
+    for key in sorted(NEVER_NULL.get(str(config["model_type"]), set()) & {key for key, value in config.items() if value is None}):
+        yield key, f"{key} is null", "give its value, or leave the key out"
+    rope = _rope(config)
+    if rope.get("rope_type") == "longrope" and not all(isinstance(rope.get(f"{length}_factor"), list) for length in ("short", "long")):
+        yield "rope_scaling", "rope_type = 'longrope' without lists short_factor and long_factor", mend
 
 
 def _too_deep(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -269,9 +300,11 @@ def _spellings(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     inner = rope.get("rope_theta") if isinstance(rope, dict) else None
     if theta is not None and inner is not None and theta != inner:
         yield "rope_theta", f"rope_theta = {theta!r} and rope_parameters.rope_theta = {inner!r}", "keep one of them"
+    of_kinds = ROPE_BY_KIND.get(str(config.get("model_type")), {})
     kinds = [part.get("rope_type", part.get("type")) for part in (config.get("rope_scaling"), rope) if isinstance(part, dict)]
-    if len(kinds) == 2 and kinds[0] != kinds[1]:
+    if not of_kinds and len(kinds) == 2 and kinds[0] != kinds[1]:
         yield "rope_scaling", f"rope_scaling is of type {kinds[0]!r} and rope_parameters of type {kinds[1]!r}", "keep one of them"
-    for key in ("rope_scaling", "rope_parameters"):
-        if config.get(key) is not None and not isinstance(config[key], dict):
-            yield key, f"{key} = {config[key]!r} is not a mapping", "fetch the config.json again"
+    by_kind = [(f"rope_parameters.{kind}", rope[kind]) for kind in of_kinds if isinstance(rope, dict) and kind in rope]
+    for key, value in [("rope_scaling", config.get("rope_scaling")), ("rope_parameters", rope), *by_kind]:
+        if value is not None and not isinstance(value, dict):
+            yield key, f"{key} = {value!r} is not a mapping", "fetch the config.json again"

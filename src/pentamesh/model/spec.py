@@ -48,6 +48,7 @@ class ModelSpec:
     config        the config.json as read, for whoever builds the modules
     tensors       every parameter, tied ones under both names, in forward order
     windows       per layer how many tokens one token attends to (None: all before it; 0: no softmax attention); empty where all see all
+    steady        up to how many positions rotary frequencies are the same whatever a micro-batch holds; None where they always are
     rotary        the width of every table of cosines that positions are rotated by; empty where none is
     logit_cap     where logits saturate, None where they do not; score_cap of attention's scores
     kept          of a generic model, from which its activations are estimated; a described family lists them
@@ -67,9 +68,10 @@ class ModelSpec:
     tied: bool
     max_positions: int
     tensors: tuple[TensorSpec, ...]
-    config: dict[str, Any] = field(repr=False, compare=False, default_factory=dict)
+    config: dict[str, Any] = field(repr=False, default_factory=dict)
     notes: tuple[str, ...] = ()
     windows: tuple[int | None, ...] = ()
+    steady: int | None = None
     rotary: tuple[int, ...] = ()
     logit_cap: float | None = None
     score_cap: float | None = None

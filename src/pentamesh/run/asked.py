@@ -102,6 +102,9 @@ def _check_runnable(plan: Plan, model: ModelSpec, where: str) -> None:
     if plan.layout.mesh.degree("pp", "cp", "ep") > 1:
         hint = "data and tensor are: make the other degrees 1"
         raise InputError(f"{plan.layout.mesh} is planned but not trained yet", where=where, hint=hint)
+    if model.steady is not None and plan.job.batch.seq_len > model.steady:
+        what = f"beyond {model.steady:,} tokens the rotary frequencies of {model.name} follow the longest sequence of a micro-batch: not trained yet"
+        raise InputError(what, where=f"{where} batch.seq_len", hint=f"use seq_len = {model.steady} or less")
     if plan.layout.sequence_parallel and model.learns_positions:
         what = f"sequence_parallel is planned for {model.name} but not trained yet: its positions are added to a whole stream"
         raise InputError(what, where=f"{where} layout.sequence_parallel", hint="leave it out")

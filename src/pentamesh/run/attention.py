@@ -44,6 +44,7 @@ def attend(
     [batch, seq, heads, head_dim].
     """
     assert attention_mask is None, "what a mask would say is said by lengths and windows"
+    assert not sliding_window or sliding_window > 0
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if query.stride(1) > query.stride(2):
         # Kernels lay out what they return as queries are. With heads of one token beside each other the next matmul reads it as it stands.
@@ -74,7 +75,7 @@ class _Scores:
 
         Shapes: query [batch, kv_heads, groups * rows, head_dim], key [batch, kv_heads, keys, head_dim], seen [batch or 1, 1, rows, keys].
         """
-        scores = (query @ key.mT).to(_wide(query)).mul_(self.scale)
+        scores = _product(query, key.mT).mul_(self.scale)
         shares = None
         if self.cap:
             shares = scores.div_(self.cap).tanh_()
@@ -97,6 +98,14 @@ class _Scores:
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right, rounded to no less than float32, as fused kernels keep it."""
+    wide = _wide(left)
+    if left.is_cuda and left.dtype != wide:
+        return torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out_dtype=wide).unflatten(0, left.shape[:2])
+    return left.to(wide) @ right.to(wide)
 
 
 def _grouped(tensor: torch.Tensor, rows: range, key: torch.Tensor) -> torch.Tensor:
@@ -165,8 +174,8 @@ def _attention_backward(
         weights, shares = scores(mine, key[:, :, keys], scores.seen(rows, low, starts, query.device))
         weights = weights.sub_(_grouped(sums, rows, key).unsqueeze(-1)).exp_()
         of_value[:, :, keys] += weights.to(value.dtype).mT @ came
-        paid = (came * _grouped(out, rows, key)).sum(-1, keepdim=True, dtype=sums.dtype)
-        of_scores = (came @ value[:, :, keys].mT).to(sums.dtype).sub_(paid).mul_(weights).mul_(scale)
+        paid = (came.to(sums.dtype) * _grouped(out, rows, key)).sum(-1, keepdim=True)
+        of_scores = _product(came, value[:, :, keys].mT).sub_(paid).mul_(weights).mul_(scale)
         if shares is not None:
             of_scores.addcmul_(of_scores, shares.square_(), value=-1)
         of_scores = of_scores.to(query.dtype)
@@ -183,6 +192,7 @@ def _(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: tor
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.save_for_backward(*inputs[:4], *output)
     ctx.scoring = inputs[4:]
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor | None) -> tuple[Any, ...]:

@@ -111,6 +111,7 @@ class _HeadLoss(torch.autograd.Function):
                 del logits, shares
                 of_stream[tokens] = gradient @ head
                 _add_product(of_head, gradient.T, read)
+                del gradient
         ctx.stream, ctx.head = of_stream, of_head
         return total.mul_(targets.weight)
 

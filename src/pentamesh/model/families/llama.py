@@ -54,8 +54,12 @@ def _in_upper(config: Config, layer: int) -> bool:
     return bool(config.get("use_sliding_window")) and layer >= config.get("max_window_layers", 28)
 
 
-def _but_each(period: int) -> Callable[[Config, int], bool]:
-    return lambda config, layer: bool((layer + 1) % config.get("sliding_window_pattern", period))
+def _in_every_other(_config: Config, layer: int) -> bool:
+    return layer % 2 == 0
+
+
+def _but_the_last_of_each(config: Config, layer: int) -> bool:
+    return bool((layer + 1) % config.get("sliding_window_pattern", 6))
 
 
 _BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
@@ -70,8 +74,8 @@ VARIATIONS = {
     "mistral": Variation(slides=_in_all),
     "qwen2": Variation(qkv_bias=True, slides=_in_upper),
     "qwen3": Variation(**_BIAS, qk_norm="as projected", slides=_in_upper),
-    "gemma2": Variation(**_GEMMA, slides=_but_each(2)),
-    "gemma3_text": Variation(**_GEMMA, qk_norm="after all", slides=_but_each(6)),
+    "gemma2": Variation(**_GEMMA, slides=_in_every_other),
+    "gemma3_text": Variation(**_GEMMA, qk_norm="after all", slides=_but_the_last_of_each),
     "phi3": Variation(fused=("qkv", "gate_up"), slides=_in_all, window=None),
     "glm4": Variation(qkv_bias="attention_bias", after=("post_self_attn_layernorm", "post_mlp_layernorm"), fused=("gate_up",)),
 }
@@ -154,6 +158,7 @@ def describe(config: Config, name: str) -> ModelSpec:
         tensors=(embedding, *(t for i in range(layers) for t in block(i)), norm("model.norm"), head),
         config=config,
         windows=_windows(config, layers, vary),
+        steady=_steady(config),
         rotary=_rotary(config.get("rope_parameters") or {}, head_dim),
         logit_cap=config.get("final_logit_softcapping"),
         score_cap=config.get("attn_logit_softcapping"),
@@ -164,7 +169,8 @@ def describe(config: Config, name: str) -> ModelSpec:
 def _windows(config: Config, layers: int, vary: Variation) -> tuple[int | None, ...]:
     """The sliding window of each layer; empty where there is none."""
     window = config.get("sliding_window", vary.window)  # a missing key is no null
-    kinds = config.get("layer_types") or ["sliding_attention" if vary.slides(config, i) else "full_attention" for i in range(layers)]
+    given = config.get("layer_types") if vary.slides is not _in_all else None  # not asked by code that slides everywhere
+    kinds = given or ["sliding_attention" if vary.slides(config, i) else "full_attention" for i in range(layers)]
     found = tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers])
     return found if any(found) else ()
 
@@ -173,6 +179,18 @@ def _rotary(rope: Config, head_dim: int) -> tuple[int, ...]:
     """The widths of the tables of cosines: one for each kind of layer where these have frequencies of their own."""
     by_kind = [part for part in rope.values() if isinstance(part, dict)]
     return tuple(int(head_dim * part.get("partial_rotary_factor", 1.0)) for part in by_kind or [rope])
+
+
+def _steady(config: Config) -> int | None:
+    """Longer sequences turn some rotations to other frequencies, for the whole of the micro-batch that they are in.
+
+    Source: transformers, modeling_rope_utils, dynamic_rope_update.
+    """
+    rope = config.get("rope_parameters") or {}
+    kind = rope.get("rope_type")
+    if kind == "longrope":
+        return rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings", 4096)
+    return config.get("max_position_embeddings") if kind == "dynamic" else None
 
 
 def _untrainable(config: Config) -> str:
