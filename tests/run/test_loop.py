@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 from pentamesh.checkpoint.keep import published
 from pentamesh.checkpoint.manifest import Manifest
 from pentamesh.errors import Drift, InputError, RunFailed
+from pentamesh.job.precision import PRECISIONS
 from pentamesh.plan.plan import Plan
 from pentamesh.run import measurements
 from pentamesh.run.asked import read_asked
+from pentamesh.run.evaluate import evaluate
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.launch import _cause, keep
 from pentamesh.run.loop import Ending, run
@@ -149,6 +151,32 @@ def test_tensor_parallel_trains_as_data_parallel_does(tmp_path: Path) -> None:
         assert exported["model.embed_tokens.weight"].shape[0] == Plan.read(folder.plan).model["vocab"]
     assert losses["tensor"] == pytest.approx(losses["data"], rel=1e-5)
     assert losses["sequence"] == pytest.approx(losses["data"], rel=1e-5)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 8, "sliding_window": 16, "pad_token_id": None},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 16, "sliding_window_pattern": 2, "num_key_value_heads": 1, "pad_token_id": None},
+    "phi3": {"tie_word_embeddings": False, "sliding_window": 16, "pad_token_id": None},
+    "glm4": {"head_dim": 8, "tie_word_embeddings": False, "pad_token_id": None},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_dense_family_over_tensor_ranks(family: str, tmp_path: Path) -> None:
+    """Losses of full shard, the planned collectives, a resumed run that continues, and an export that has the run's held-out loss."""
+    found: list[list[float]] = []
+    for name, changes in {"data": {}, "tensor": {"layout__tensor": 2, "layout__sequence_parallel": family != "gpt2"}}.items():
+        toy.model_folder(tmp_path / name / "model", model_type=family, **FAMILIES[family])
+        job = toy.job(tmp_path / name, hardware="4xCPU" if changes else "2xCPU", **changes)
+        if changes:
+            trained(job, Options(stop_at=3))
+        folder = trained(job, Options(resume=bool(changes)))
+        assert json.loads(folder.receipt.read_text())["ledger_equal"] is True
+        held_out = [row["held_out_loss"] for row in metrics(folder) if "held_out_loss" in row]
+        assert evaluate(Plan.read(folder.plan).job, folder.export, PRECISIONS["fp32"]).loss == pytest.approx(held_out[-1], rel=1e-6)
+        found.append([row["loss"] for row in metrics(folder)] + held_out)
+    assert found[1] == pytest.approx(found[0], rel=2e-5)
 
 
 def test_pretraining_starts_from_the_same_weights_on_any_layout(tmp_path: Path) -> None:

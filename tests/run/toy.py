@@ -52,11 +52,11 @@ def rows(path: Path, num_rows: int, seed: int = 0) -> Path:
     return path
 
 
-def model_folder(path: Path, dtype: str = "float32", **config: Any) -> Path:
-    """A Llama of a few thousand parameters with a byte-level tokenizer of its own and a ChatML template."""
+def model_folder(path: Path, dtype: str = "float32", model_type: str = "llama", **config: Any) -> Path:
+    """A model of a few thousand parameters, a Llama or of another family, with a byte-level tokenizer of its own and a ChatML template."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     path.mkdir(parents=True, exist_ok=True)
     built = Tokenizer(models.BPE())
@@ -79,7 +79,7 @@ def model_folder(path: Path, dtype: str = "float32", **config: Any) -> Path:
         "tie_word_embeddings": True,
     }
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**(sizes | config)), dtype=getattr(torch, dtype))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(sizes | config)), dtype=getattr(torch, dtype))
     model.save_pretrained(path)
     return path
 
