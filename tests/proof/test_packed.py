@@ -31,12 +31,6 @@ def packed(toy: str, layout: Layout, **policy: Any) -> Trial:
     return Trial(TOYS[toy], layout, chosen, global_batch=4 * layout.mesh.dp_replicate * layout.mesh.dp_shard, longest=16, in_a_row=IN_A_ROW)
 
 
-def alone(wanted: Trial) -> Trial:
-    """The same samples on one process, in rows of their own."""
-    whole = replace(wanted.alone(), global_batch=wanted.global_batch * IN_A_ROW, in_a_row=1)
-    return replace(whole, policy=replace(whole.policy, grad_accum=whole.global_batch // whole.policy.micro_batch))
-
-
 @pytest.mark.parametrize("toy", FAMILIES)
 def test_on_one_process(toy: str, record_proof) -> None:
     check(packed(toy, Layout()), record_proof)
@@ -51,7 +45,7 @@ def test_on_several(toy: str, name: str, record_proof) -> None:
 
 def check(wanted: Trial, record_proof: Any) -> None:
     found = run_world(outcome, wanted.layout.mesh.num_ranks, wanted)
-    worst = errors(found[0], run_world(outcome, 1, alone(wanted))[0])
+    worst = errors(found[0], run_world(outcome, 1, wanted.alone())[0])
     assert max(worst.values()) < 1e-10, worst
     for rank, one in enumerate(found):
         assert not one.split_errors

@@ -66,10 +66,10 @@ class Trial:
         return spec
 
     def alone(self) -> Trial:
-        """The same job on one process, with the whole batch accumulated there."""
-        grad_accum = self.global_batch // self.policy.micro_batch
-        policy = replace(self.policy, grad_accum=grad_accum)
-        return replace(self, layout=Layout(Mesh()), policy=policy)
+        """The same samples on one process, each in a row of its own, with the whole batch accumulated there."""
+        rows = self.global_batch * self.in_a_row
+        policy = replace(self.policy, grad_accum=rows // self.policy.micro_batch)
+        return replace(self, layout=Layout(Mesh()), policy=policy, global_batch=rows, in_a_row=1)
 
 
 @dataclass(frozen=True)
