@@ -192,6 +192,14 @@ ONE_ERROR = {
         "model: m\nlayout:\n  activation_offload: true\n  activation_checkpointing: selective\n",
         ("activation_offload with activation_checkpointing = selective: only the inputs", "job.yaml:3 layout.activation_offload", "full or auto"),
     ),
+    "a stream in parts and nothing to put them into": (
+        "model: m\nlayout:\n  tensor: 2\n  async_tensor_parallel: true\n",
+        ("async_tensor_parallel without sequence_parallel and compile", "job.yaml:4 layout.async_tensor_parallel", "training.compile to true"),
+    ),
+    "a stream in parts through host memory": (
+        "model: m\nhardware: 2xRTX-5090\ntraining: {compile: true}\nlayout: {tensor: 2, sequence_parallel: true, async_tensor_parallel: true}\n",
+        ("async_tensor_parallel on RTX-5090, where no GPU reads another's memory", "job.yaml:4 layout.async_tensor_parallel", "hardware.p2p: true"),
+    ),
     "resharding of nothing": (
         "model: m\nlayout:\n  shard: none\n  reshard_after_forward: true\n",
         ("reshard_after_forward with shard = none", "job.yaml:4 layout.reshard_after_forward", "use shard: parameters"),

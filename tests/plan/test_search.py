@@ -126,6 +126,17 @@ def test_activations_wait_in_host_memory() -> None:
     assert on_cpu.memory.host_bytes == 0
 
 
+def test_a_stream_in_parts_is_said() -> None:
+    asked = {"layout": {"tensor": 2, "sequence_parallel": True, "async_tensor_parallel": True}, "training": {"compile": True}}
+    found = planned("llama-3.1-8b", "8xH100", batch={"global_batch": 16, "seq_len": 4096}, **asked)
+    assert found.policy.async_tensor
+    assert any("in parts beside the matmuls" in r for r in found.reasons)
+    on_cpu = planned(
+        "smollm2-135m", "2xCPU", batch={"global_batch": 4, "seq_len": 512}, layout=asked["layout"] | {"tensor": 1, "sequence_parallel": False}
+    )
+    assert any("async_tensor_parallel changes nothing on a CPU" in r for r in on_cpu.reasons)
+
+
 def test_what_is_recomputed_is_as_little_as_fits() -> None:
     lengths = {8192: "none", 12288: "selective", 32768: "full"}
     for seq_len, wanted in lengths.items():

@@ -22,7 +22,7 @@ LAYOUTS: dict[str, tuple[Mesh, Shard, bool, dict[str, Any]]] = {
     "tp2, sequence": (Mesh(tp=2), "none", True, {"recompute": "full"}),
     "full shard 2 x tp2, sequence": (Mesh(dp_shard=2, tp=2), "parameters", True, {}),
 }
-FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "phi3", "glm4", "gpt2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "glm4", "gpt2")
 
 
 def packed(toy: str, layout: Layout, **policy: Any) -> Trial:
@@ -36,8 +36,11 @@ def test_on_one_process(toy: str, record_proof) -> None:
     check(packed(toy, Layout()), record_proof)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("toy", ["llama", "gemma3"])
+ON_SEVERAL = [(toy, name) for toy in ("llama", "gemma3") for name in LAYOUTS]
+ON_SEVERAL += [(toy, "full shard 2 x tp2, sequence") for toy in FAMILIES if toy not in ("llama", "gemma3", "gpt2")]
+
+
+@pytest.mark.parametrize(("toy", "name"), ON_SEVERAL)
 def test_on_several(toy: str, name: str, record_proof) -> None:
     mesh, shard, sequence, policy = LAYOUTS[name]
     check(packed(toy, Layout(mesh, shard, sequence_parallel=sequence), **policy), record_proof)

@@ -24,6 +24,7 @@ MESHES: dict[str, tuple[Mesh, Shard, dict[str, Any]]] = {
     "zero1 2 x tp2": (Mesh(dp_shard=2, tp=2), "optimizer", ZERO["zero1"]),
     "zero2 2 x tp2": (Mesh(dp_shard=2, tp=2), "gradients", ZERO["zero2"]),
     "full shard 2 x tp2": (Mesh(dp_shard=2, tp=2), "parameters", {"reduce": "each"}),
+    "hybrid 2 x 2 x tp2": (Mesh(dp_replicate=2, dp_shard=2, tp=2), "parameters", {"reduce": "node"}),
 }
 EVERYWHERE = ("tp2", "ddp2 x tp2", "full shard 2 x tp2")
 
@@ -46,12 +47,9 @@ def check_ledgers(wanted: Trial, ranks: Sequence[int], outcomes: Sequence[Outcom
     return compared
 
 
-CASES = [
-    (toy, name, sequence, {})
-    for toy in ("llama", "llama-untied", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "glm4")
-    for name in (MESHES if toy == "llama" else EVERYWHERE)
-    for sequence in (False, True)
-]
+FAMILIES = ("llama", "llama-untied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "glm4")
+CASES = [(toy, name, sequence, {}) for toy in FAMILIES for name in (MESHES if toy == "llama" else EVERYWHERE) for sequence in (False, True)]
+CASES += [(toy, "hybrid 2 x 2 x tp2", True, {}) for toy in FAMILIES if toy != "llama"]
 CASES += [("gpt2", name, False, {}) for name in EVERYWHERE]
 # Two key heads for four ranks, and one for two: each serves the queries of its ranks, and has a part of its gradient from each.
 CASES += [(toy, name, sequence, {}) for toy in ("qwen3", "qwen2", "glm4") for name in ("tp4", "tp4 alone, sharded") for sequence in (False, True)]
@@ -76,7 +74,7 @@ def test_on_gloo(case: tuple[str, str, bool, dict[str, Any]], record_proof) -> N
     record_proof("tensor parallel equal to one process, float64", runs=1, collectives=compared, worst_relative_error=max(worst.values()))
 
 
-@pytest.mark.parametrize("name", ["full shard 2 x tp2", "ddp2 x tp2"])
+@pytest.mark.parametrize("name", [*EVERYWHERE, "hybrid 2 x 2 x tp2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_other_precisions(precision: str, name: str) -> None:
     """Sums in another order than one process makes them: rounding of the compute dtype, and no more. Biases are added once, cast or not.
@@ -85,7 +83,7 @@ def test_other_precisions(precision: str, name: str) -> None:
     """
     mesh, shard, policy = MESHES[name]
     wanted = replace(tensor_trial(TOYS["llama"] | {"mlp_bias": True}, mesh, shard, True, **policy), precision=precision)
-    worst = errors(run_world(outcome, 4, wanted)[0], run_world(outcome, 1, wanted.alone())[0])
+    worst = errors(run_world(outcome, mesh.num_ranks, wanted)[0], run_world(outcome, 1, wanted.alone())[0])
     assert worst["first_gradient"] < {"fp32": 1e-6, "bf16": 2e-2}[precision], worst
     assert worst["loss"] < {"fp32": 1e-5, "bf16": 2e-3}[precision], worst
 

@@ -29,6 +29,7 @@ LLAMA: dict[str, Any] = {
 }
 UNTIED = LLAMA | {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}
 CAPS = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.2}
+MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 7, "tie_word_embeddings": False}
 QWEN2 = LLAMA | {"model_type": "qwen2", "hidden_act": "silu"}
 QWEN3 = UNTIED | {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False}
 # Windows that sequences outgrow, caps that bite, norms on both sides; a cut of a fused tensor takes a part of each of its parts.
@@ -65,7 +66,16 @@ TINY_ROWS = LLAMA | {"hidden_size": 5, "num_attention_heads": 1, "num_key_value_
 # More than one 25 MiB bucket of gradients, in float64.
 WIDE = LLAMA | {"vocab_size": 8000, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 6}
 
-TOYS = {"wide": WIDE, "llama": LLAMA, "llama-untied": UNTIED, "qwen2": QWEN2, "qwen3": QWEN3, "gpt2": GPT2, "tiny-rows": TINY_ROWS}
+TOYS = {
+    "wide": WIDE,
+    "llama": LLAMA,
+    "llama-untied": UNTIED,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "gpt2": GPT2,
+    "tiny-rows": TINY_ROWS,
+}
 TOYS["one key head"] = QWEN3 | {"num_key_value_heads": 1}
 TOYS |= {"gemma2": canonical(GEMMA2), "gemma3": canonical(GEMMA3), "phi3": canonical(PHI3), "glm4": canonical(GLM4)}
 

@@ -13,6 +13,7 @@ from pentamesh.layout.mesh import DATA_AXES, Mesh
 from pentamesh.run.compiled import check_compiler
 from pentamesh.run.ledger import differences
 from pentamesh.run.verify import Outcome, Trial, errors, outcome, predicted_ledger
+from pentamesh.run.world import join
 from pentamesh.run.worlds import run_world
 from tests.proof.test_tensor import tensor_trial
 from tests.proof.toys import TOYS, trial
@@ -26,6 +27,13 @@ def counted(wanted: Trial) -> tuple[Outcome, int, int]:
     return found, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
+def _has_compiler() -> None:
+    try:
+        check_compiler("")
+    except InputError as error:
+        pytest.skip(f"nothing to compile with: {error.problems[0].what}")
+
+
 # Full and hybrid shard are compiled by the launch lines of tests/test_recipes.py, whose ledgers have to be as planned too.
 DDP, TENSOR = (
     trial("llama", "ddp", 2, 1, compile=True, recompute="selective"),
@@ -37,10 +45,7 @@ DDP, TENSOR = (
 @pytest.mark.parametrize(("case", "precision"), [(DDP, "fp32"), (DDP, "bf16"), (TENSOR, "fp32")], ids=["ddp", "ddp, cast", "tensor and sequence"])
 def test_compiled_is_eager(case: Trial, precision: str) -> None:
     """In bf16 fused kernels round less often than eager ones: there only the graphs and what moves are held."""
-    try:
-        check_compiler("")
-    except InputError as error:
-        pytest.skip(f"nothing to compile with: {error.problems[0].what}")
+    _has_compiler()
     wanted = replace(case, precision=precision, global_batch=case.policy.micro_batch * case.layout.mesh.degree(*DATA_AXES))
     found, graphs, breaks = run_world(counted, 2, wanted, timeout_s=500)[0]
     eager = run_world(outcome, 2, replace(wanted, policy=replace(wanted.policy, compile=False)))[0]
@@ -49,6 +54,47 @@ def test_compiled_is_eager(case: Trial, precision: str) -> None:
         assert worst["loss"] < 1e-5, worst
         assert worst["first_gradient"] < 1e-5, worst
     assert (graphs, breaks) == (1, 0), "three blocks, three lengths"
+    assert not differences(predicted_ledger(wanted, found.lengths), found.ledger)
+
+
+def fused(wanted: Trial) -> tuple[Outcome, int]:
+    """A trial whose blocks send the stream beside their matmuls, by torch's stand-ins for symmetric memory, and how often they do."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symmetric
+    from torch._inductor import config
+    from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
+
+    from pentamesh.run.compiled import overlap_tensor_moves
+
+    dist.is_nccl_available = lambda: True
+    config.fx_graph_cache = False
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("fused_all_gather_matmul", symmetric._fused_all_gather_matmul_fallback, "CPU")
+    library.impl("fused_matmul_reduce_scatter", symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
+    count = 0
+
+    def counted(graph: torch.fx.Graph) -> None:
+        nonlocal count
+        micro_pipeline_tp.micro_pipeline_tp_pass(graph)
+        count += sum("symm_mem" in str(node.target) for node in graph.nodes)
+
+    post_grad.micro_pipeline_tp_pass = counted
+    overlap_tensor_moves(join(wanted.layout, "cpu").group(("tp",)))
+    return outcome(wanted), count
+
+
+@pytest.mark.timeout(600)
+def test_the_stream_crosses_beside_matmuls() -> None:
+    """Forward, two gathers with the matmuls behind them and two scatters with those before; in backward the mirror images of the scatters."""
+    _has_compiler()
+    wanted = tensor_trial(TOYS["llama"], Mesh(tp=2), "none", True, grad_accum=1, compile=True)
+    wanted = replace(wanted, precision="fp32", global_batch=2, num_steps=2)
+    found, count = run_world(fused, 2, wanted, timeout_s=500)[0]
+    worst = errors(found, run_world(outcome, 2, replace(wanted, policy=replace(wanted.policy, compile=False)))[0])
+    assert worst["loss"] < 1e-5, worst
+    assert worst["first_gradient"] < 1e-5, worst
+    assert count == 6, "the two sums of partial gradients have no one matmul before them"
     assert not differences(predicted_ledger(wanted, found.lengths), found.ledger)
 
 

@@ -94,6 +94,11 @@ def _sequence(job: Job) -> Iterator[Conflict]:
     if layout.sequence_parallel and layout.tensor in (None, 1):
         what = "sequence_parallel cuts the residual stream over the tensor axis, and no tensor degree is given"
         yield Conflict(("layout.sequence_parallel", "layout.tensor"), what, "set tensor above 1, or leave sequence_parallel out")
+    lacking = [key for key, there in (("sequence_parallel", layout.sequence_parallel), ("compile", job.training.compile)) if not there]
+    if layout.async_tensor_parallel and lacking:
+        what = f"async_tensor_parallel without {' and '.join(lacking)}: torch puts the parts of the stream into the matmuls of compiled blocks"
+        hint = "set layout.sequence_parallel and training.compile to true, or leave async_tensor_parallel out"
+        yield Conflict(("layout.async_tensor_parallel", "layout.sequence_parallel", "training.compile"), what, hint)
     if found := uneven_sequence(job.batch.seq_len, layout.context or 1, (layout.tensor or 1) if layout.sequence_parallel else 1):
         yield Conflict(("batch.seq_len", "layout.context", "layout.tensor"), found.what, found.hint)
 
@@ -111,6 +116,11 @@ def _devices(job: Job, hardware: Hardware) -> Iterator[Conflict]:
         yield Conflict(keys if asked else ("layout.data", "hardware"), f"{said or 'data = 1'} needs {product} devices, and there are {devices}", hint)
     elif layout.data is None and devices % product:
         yield Conflict(keys, f"{said} does not divide the {devices} devices", "use degrees whose product divides them")
+    if layout.async_tensor_parallel and "through host memory" in hardware.intra.name:
+        what = f"async_tensor_parallel on {hardware.device.name}, where no GPU reads another's memory"
+        yield Conflict(
+            ("layout.async_tensor_parallel", "hardware"), what, "leave it out; with a driver that allows P2P, say so by hardware.p2p: true"
+        )
     copies = layout.replicate or 1
     if layout.data is None and devices % product == 0 and (devices // product) % copies:
         what = f"replicate = {copies} does not divide the {devices // product} data ranks"

@@ -151,6 +151,11 @@ class LayoutRequest(Section):
     context: Degree | None = Field(default=None, description="Context-parallel degree. 1 when not given.")
     expert: Degree | None = Field(default=None, description="Expert-parallel degree. 1 when not given.")
     sequence_parallel: bool = Field(default=False, description="Cut the residual stream over the tensor axis.")
+    async_tensor_parallel: bool = Field(
+        default=False,
+        description="Send the residual stream in parts beside the matmuls that use it: torch's symmetric memory, on GPUs that reach each other. "
+        "Needs `sequence_parallel` and `training.compile`.",
+    )
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
         default="auto",
         description="What blocks compute again in backward instead of keeping it: nothing, all but matmuls and attention, or everything.",

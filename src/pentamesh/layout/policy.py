@@ -29,6 +29,7 @@ class Policy:
                     again in backward; `full` only its input, and computes the whole block again
     offload         the inputs of blocks that are computed again wait for backward in host memory; nothing on a CPU, which has no other
     compile         blocks run as torch.compile fuses them; what is planned is what eager kernels take, an upper bound
+    async_tensor    compiled blocks send the stream in parts beside the matmuls that use it; planned as if they waited, an upper bound
     reshard         full shard: free a block's gathered parameters between its forward and its backward
     keep_gathered   full shard: keep gathered parameters over all micro-batches of a step (implies no reshard)
     reduce          `once` sums gradients over ranks after the last micro-batch, `each` after every one; `node` cuts and sums them among the
@@ -43,6 +44,7 @@ class Policy:
     reduce: Literal["once", "node", "each"] = "once"
     offload: bool = False
     compile: bool = False
+    async_tensor: bool = False
 
     def __post_init__(self) -> None:
         if self.keep_gathered and self.reshard:

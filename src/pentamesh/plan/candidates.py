@@ -41,7 +41,8 @@ def policies(layout: Layout, job: Job, *, lean: bool = False) -> Iterator[Policy
     if lean:
         recomputes, timings = recomputes[-1:], timings[:1]
     for recompute, (reshard, keep, reduce) in itertools.product(recomputes, timings):
-        yield Policy(job.batch.micro_batch, accum, recompute, reshard, keep, reduce, asked.activation_offload, job.training.compile)
+        when = (job.batch.micro_batch, accum, recompute, reshard, keep, reduce)
+        yield Policy(*when, asked.activation_offload, job.training.compile, asked.async_tensor_parallel)
 
 
 def described(layout: Layout, policy: Policy) -> dict[str, Any]:

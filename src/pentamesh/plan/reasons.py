@@ -35,6 +35,7 @@ def reasons(chosen: Prediction, found: Sequence[Prediction]) -> tuple[str, ...]:
         *_stages(chosen),
         *_recompute(chosen, found),
         *_offload(chosen),
+        *_async_tensor(chosen),
         *_speed(chosen),
         *_communication(chosen),
         *_machinery(chosen, found),
@@ -155,6 +156,13 @@ def _offload(p: Prediction) -> Iterator[str]:
             f"inputs of blocks wait for backward in host memory: {format_bytes(memory.host_bytes)} a {_rank(p)}{room}, "
             f"and {format_seconds(p.offloading_s)} a step to copy them there and back"
         )
+
+
+def _async_tensor(p: Prediction) -> Iterator[str]:
+    if p.policy.async_tensor and p.hardware.device.kind == "cpu":
+        yield "async_tensor_parallel changes nothing on a CPU, which has no symmetric memory"
+    elif p.policy.async_tensor:
+        yield "the stream is sent in parts beside the matmuls that use it; the times count it as if they waited, an upper bound"
 
 
 def _speed(p: Prediction) -> Iterator[str]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
+import warnings
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import nn
+from torch._inductor import config as inductor
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from pentamesh.errors import InputError
 from pentamesh.model.spec import ModelSpec
 
-__all__ = ["check_compiler", "compile_blocks"]
+__all__ = ["check_compiler", "compile_blocks", "overlap_tensor_moves"]
 
 
 def compile_blocks(built: nn.Module, model: ModelSpec) -> None:
@@ -23,6 +27,17 @@ def compile_blocks(built: nn.Module, model: ModelSpec) -> None:
     for unit in model.units:
         if unit:
             built.get_submodule(unit).compile(dynamic=True)
+
+
+def overlap_tensor_moves(group: dist.ProcessGroup) -> None:
+    """Let blocks that are compiled from now on send the stream of `group` in parts beside the matmuls that use it, over symmetric memory.
+
+    Source: torch._inductor.fx_passes.micro_pipeline_tp, which fuses only over groups that symmetric memory was enabled for.
+    """
+    inductor._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # says that it need not be called, and the pass asks whether it was
+        enable_symm_mem_for_group(group.group_name)
 
 
 def check_compiler(where: str) -> None:

@@ -34,6 +34,9 @@ _KINDS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
+    # And where it sends in parts beside matmuls.
+    "fused_all_gather_matmul": "all_gather",
+    "fused_matmul_reduce_scatter": "reduce_scatter",
 }
 _SEEN_ELSEWHERE = {"recv_", "recv_any_source_", "monitored_barrier_", "wait_tensor"}
 
@@ -58,15 +61,20 @@ class Recorder(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and func._opname not in _SEEN_ELSEWHERE:
+        if func.namespace in ("c10d", "_c10d_functional", "symm_mem") and func._opname not in _SEEN_ELSEWHERE:
             self._record(func._opname, tree_leaves((args, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
     def _record(self, name: str, leaves: list[Any]) -> None:
         group = next(found for leaf in leaves if (found := _group_of(leaf)) is not None)
-        num_bytes = max((t.numel() * t.element_size() for t in leaves if isinstance(t, torch.Tensor)), default=0)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        num_bytes = max((t.numel() * t.element_size() for t in tensors), default=0)
         if name == "all_gather_into_tensor":  # of which only the input is an argument
             num_bytes *= group.size()
+        elif name == "fused_all_gather_matmul":
+            num_bytes = tensors[0].numel() * tensors[0].element_size() * group.size()
+        elif name == "fused_matmul_reduce_scatter":
+            num_bytes = tensors[0].numel() // tensors[1].shape[0] * tensors[1].shape[1] * tensors[0].element_size()
         key = (self._phase(), _KINDS.get(name, name), self._world.axes_of(group), group.size(), num_bytes)
         if group.size() > 1:
             self._counts[key] += 1

@@ -27,14 +27,14 @@ from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.attention import ATTENTION
-from pentamesh.run.compiled import compile_blocks
+from pentamesh.run.compiled import compile_blocks, overlap_tensor_moves
 from pentamesh.run.data.batches import Micro
 from pentamesh.run.head import join_head_and_loss
 from pentamesh.run.lean import keep_less
 from pentamesh.run.loss import weighted_loss
 from pentamesh.run.recompute import recompute
 from pentamesh.run.shown import Getter, cast_to, show
-from pentamesh.run.tensor import cross_borders, cut
+from pentamesh.run.tensor import AXIS, cross_borders, cut
 from pentamesh.run.world import World
 
 __all__ = ["Filler", "build", "check", "local", "place", "torch_dtype"]
@@ -80,6 +80,8 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     if model.is_described:
         keep_less(built, compiled=[unit for unit in model.units if unit and policy.compile])
     recompute(built, policy, world.device)
+    if policy.async_tensor and world.device.type == "cuda":
+        overlap_tensor_moves(world.group(AXIS))
     if policy.compile:
         compile_blocks(built, model)
     if layout.cuts_state:

@@ -26,9 +26,11 @@ from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.world import World
 
-__all__ = ["cross_borders", "cut"]
+__all__ = ["AXIS", "cross_borders", "cut"]
 
 AXIS = ("tp",)
+# The operators that torch.compile recognises beside a matmul.
+_FUNCTIONAL = torch.ops._c10d_functional
 
 
 def cut(built: nn.Module, model: ModelSpec, layout: Layout, world: World) -> None:
@@ -143,17 +145,13 @@ def _sum(stream: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _gather(stream: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    mine = stream.transpose(0, 1).contiguous()
-    whole = mine.new_empty((mine.shape[0] * group.size(), *mine.shape[1:]))
-    dist.all_gather_single(whole, mine, group=group)
-    return whole.transpose(0, 1).contiguous()
+    parts = _FUNCTIONAL.wait_tensor(_FUNCTIONAL.all_gather_into_tensor(stream.contiguous(), group.size(), group.group_name))
+    return torch.cat(parts.chunk(group.size(), dim=0), dim=1)
 
 
 def _scatter(stream: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    whole = stream.transpose(0, 1).contiguous()
-    mine = whole.new_empty((whole.shape[0] // group.size(), *whole.shape[1:]))
-    dist.reduce_scatter_single(mine, whole, group=group)
-    return mine.transpose(0, 1).contiguous()
+    parts = torch.cat(stream.chunk(group.size(), dim=1), dim=0)
+    return _FUNCTIONAL.wait_tensor(_FUNCTIONAL.reduce_scatter_tensor(parts, "sum", group.size(), group.group_name))
 
 
 _MOVES = {"copy": lambda stream, _group: stream.view_as(stream), "sum": _sum, "gather": _gather, "scatter": _scatter}

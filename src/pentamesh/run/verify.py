@@ -55,7 +55,7 @@ class Trial:
     global_batch: int = 8
     longest: int = 24
     in_a_row: int = 1
-    optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5))
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5))
     seed: int = 7
 
     @property
