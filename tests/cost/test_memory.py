@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from pentamesh.cost import activations
 from pentamesh.cost.compute import flop_per_token, work
 from pentamesh.cost.holding import Holding
 from pentamesh.cost.memory import memory, verdict
@@ -15,7 +16,9 @@ from pentamesh.job.job import Batch
 from pentamesh.job.precision import PRECISIONS
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.policy import Policy
+from pentamesh.model.families import describe
 from pentamesh.model.read import read_model
+from tests.proof.toys import TOYS
 
 MODEL = read_model("llama-3.1-8b")
 DDP, FULL = Layout(Mesh(dp_replicate=8)), Layout(Mesh(dp_shard=8), "parameters")
@@ -103,3 +106,18 @@ def test_model_flop() -> None:
     held = Holding(MODEL, FULL)
     assert flop_per_token(held, 4096) == 6 * (MODEL.num_parameters - 128256 * 4096 - 65 * 4096) + 12 * 32 * 4096 * 4096
     assert 0.66 < flop_per_token(Holding(MODEL, FULL, "lora"), 4096) / flop_per_token(held, 4096) < 0.75
+
+
+def test_packed_samples_hold_scores_one_at_a_time() -> None:
+    """On a CPU, of one sample of a row's length; a GPU's kernel holds none, unless scores are capped."""
+
+    def held(toy: str, kind: str, *, packed: bool) -> int:
+        model = describe(TOYS[toy], toy)
+        assert model is not None
+        return activations.scores(model, Layout(), 4, 64, "float32", kind, packed=packed)
+
+    heads, floats = 4, 3 + 1  # weights, their gradient and that of scores, and one of them as matmuls read it
+    assert held("llama", "cpu", packed=False) == 0
+    assert held("llama", "cpu", packed=True) == heads * 64 * 64 * 4 * floats
+    assert held("llama", "cuda", packed=True) == 0
+    assert held("gemma2", "cuda", packed=True) == heads * 64 * 64 * 4 * (floats + 1)

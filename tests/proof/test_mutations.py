@@ -99,14 +99,14 @@ def cap_without_slope() -> None:
     put(torch.Tensor, "square_", torch.Tensor.zero_)
 
 
-def sees_beyond(what: str) -> Callable[[], None]:
-    def breaks() -> None:
-        own = attention._Scores.seen
-        without = {"window": lambda s, rows, low, starts, device: own(replace(s, window=None), rows, low, starts, device)}
-        without["documents"] = lambda s, rows, low, starts, device: own(s, rows, low, None, device)
-        put(attention._Scores, "seen", without[what])
+def sees_beyond_the_window() -> None:
+    own = attention._Scores.seen
+    put(attention._Scores, "seen", lambda s, piece, device: own(replace(s, window=None), piece, device))
 
-    return breaks
+
+def sees_other_documents() -> None:
+    own = attention._documents
+    put(attention, "_documents", lambda query, _: own(query, None))
 
 
 def own_token_count() -> None:
@@ -130,8 +130,8 @@ MUTATIONS = {
     "positions count from the part's beginning": Mutation(positions_of_the_part, "loss", sequence=True),
     "a rank takes its words for all": Mutation(head_of_its_own_part, "loss"),
     "caps have no slope": Mutation(cap_without_slope, "gradient", "gemma2"),
-    "windows are not looked at": Mutation(sees_beyond("window"), "loss", "gemma3"),
-    "documents are not looked at": Mutation(sees_beyond("documents"), "loss", in_a_row=3),
+    "windows are not looked at": Mutation(sees_beyond_the_window, "loss", "gemma3"),
+    "documents are not looked at": Mutation(sees_other_documents, "loss", in_a_row=3),
     "a rank divides by its own tokens": Mutation(own_token_count, "gradient", mesh=Mesh(dp_shard=2), shard="parameters"),
     "the norm counts shared key heads twice": Mutation(norm_counts_copies, "norm", mesh=Mesh(tp=4)),
 }

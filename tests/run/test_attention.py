@@ -24,6 +24,7 @@ def drawn(heads: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Te
 
 # Three documents in the first row, one in the second.
 STARTS = torch.tensor([[0] * 4 + [4] * 9 + [13] * (SEQ - 13), [0] * SEQ])
+DOCUMENTS = torch.tensor([0, 4, 13, SEQ, 2 * SEQ], dtype=torch.int32)
 
 
 def by_matrix(
@@ -41,16 +42,16 @@ def by_matrix(
 
 @pytest.mark.parametrize("at_once", [2**22, 1])
 @pytest.mark.parametrize(("window", "cap"), [(5, None), (None, 2.0), (7, 1.5), (None, None), (SEQ, None), (100, 1.5)])
-@pytest.mark.parametrize("starts", [None, STARTS], ids=["alone", "packed"])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["alone", "packed"])
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])
 def test_equals_the_whole_matrix(
-    kv_heads: int, starts: torch.Tensor | None, window: int | None, cap: float | None, at_once: int, monkeypatch: pytest.MonkeyPatch
+    kv_heads: int, documents: torch.Tensor | None, window: int | None, cap: float | None, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(policy.SCORES_AT_ONCE, "cpu", at_once)
     monkeypatch.setattr(policy, "LEAST_QUERIES_AT_ONCE", 3)
     given = drawn(6, 0), drawn(kv_heads, 1), drawn(kv_heads, 2)
-    found, _ = attention.attend(nn.Module(), *given, None, scaling=0.7, sliding_window=window, softcap=cap, starts=starts)
-    expected = by_matrix(*given, starts, 0.7, window, cap)
+    found, _ = attention.attend(nn.Module(), *given, None, scaling=0.7, sliding_window=window, softcap=cap, documents=documents)
+    expected = by_matrix(*given, None if documents is None else STARTS, 0.7, window, cap)
     gradient = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
     for ours, theirs in zip(*(torch.autograd.grad(out, given, gradient) for out in (found, expected)), strict=True):
@@ -75,15 +76,15 @@ def test_bfloat16_is_rounded_as_fused_kernels_round(scale: float) -> None:
 def test_no_more_than_a_piece_of_the_scores_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "LEAST_QUERIES_AT_ONCE", 3)
     monkeypatch.setitem(policy.SCORES_AT_ONCE, "cpu", 4 * 2 * 6 * 10)
-    pieces = list(attention._Scores(1.0, 5, None).pieces(drawn(6, 0)))
-    assert [(piece.start, piece.stop, low) for piece, low in pieces] == [(0, 4, 0), (4, 8, 0), (8, 12, 4), (12, 16, 8), (16, 19, 12)]
+    pieces = [(p.queries.start, p.queries.stop, p.keys.start) for p in attention._Scores(1.0, 5, None).pieces(drawn(6, 0), None)]
+    assert pieces == [(0, 4, 0), (4, 8, 0), (8, 12, 4), (12, 16, 8), (16, 19, 12)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_is_an_operator_that_torch_understands(dtype: torch.dtype) -> None:
     given = drawn(4, 0, dtype), drawn(2, 1, dtype), drawn(2, 2, dtype)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(attention._attention, (*given, STARTS, 0.5, 5, 1.5), test_utils=checks, rtol=1e-2, atol=1e-2)
+    torch.library.opcheck(attention._attention, (*given, DOCUMENTS, 0.5, 5, 1.5), test_utils=checks, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3", "glm4"])

@@ -198,6 +198,24 @@ def test_epochs_end_with_an_uneven_batch(tmp_path: Path) -> None:
     assert rows[-1]["consumed_samples"] == 8  # seven rows and one without labels
 
 
+def test_packed_rows_are_gone_on_with(tmp_path: Path) -> None:
+    """Three epochs, stopped within the second: the undisturbed run bit for bit, with the planned collectives; without packing it is other data."""
+    changes: dict[str, Any] = {"training": {"epochs": 3}, "batch__packing": True, "batch__global_batch": 4, "checkpoint__every": 100}
+    whole = trained(toy.job(tmp_path / "a", **changes))
+    assert json.loads(whole.receipt.read_text())["ledger_equal"] is True
+    packs = json.loads((whole.data / "data.json").read_text())["splits"]["train"]["packs"]
+    last = metrics(whole)[-1]
+    assert last["consumed_samples"] == 4 * -(-3 * packs // 4)
+    assert packs < 32 / 2
+    job = toy.job(tmp_path / "b", **changes)
+    trained(job, Options(stop_at=last["step"] // 2))
+    halves = trained(job, Options(resume=True))
+    name = f"step-{last['step']:08}"
+    assert contents(whole.checkpoints / name) == contents(halves.checkpoints / name)
+    with pytest.raises(InputError, match="the training data is not what"):
+        trained(toy.job(tmp_path / "b", **changes | {"batch__packing": False, "training": {"epochs": 30}}), Options(resume=True))
+
+
 def test_an_evaluation_leaves_nothing_gathered(tmp_path: Path) -> None:
     """The step after an evaluation gathers what it needs anew: its ledger is that of any other step."""
     folder = trained(toy.job(tmp_path, training__evaluate_every=1, training__steps=2))

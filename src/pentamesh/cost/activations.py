@@ -128,11 +128,14 @@ def logits(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, com
     return there if frozen else (*there, own)
 
 
-def scores(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, kind: str) -> int:
+def scores(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, kind: str, *, packed: bool) -> int:
     """Bytes of the scores that the backward of attention with a window or a cap holds at a time (pentamesh.run.attention): weights, their gradient
-    and that of scores, what slopes follow from, and one of them as matmuls read it."""
-    size, heads = ITEMSIZE[compute], micro_batch * -(-model.num_heads // layout.mesh.tp)
-    windows = {window for window in model.windows if window and window < seq_len} | ({None} if model.score_cap else set())
+    and that of scores, what slopes follow from, and one of them as matmuls read it. Of packed samples, at most as long as a row, one at a time; where
+    nothing caps their scores, a GPU's kernel holds none."""
+    if packed and kind == "cuda" and not model.score_cap:
+        return 0
+    size, heads = ITEMSIZE[compute], (1 if packed else micro_batch) * -(-model.num_heads // layout.mesh.tp)
+    windows = {window for window in model.windows if window and window < seq_len} | ({None} if model.score_cap or packed else set())
     pieces = [math.prod(scores_at_once(heads, seq_len, window, kind)) for window in windows]
     return max(pieces, default=0) * heads * ((4 if model.score_cap else 3) * max(_FLOAT32, size) + size)
 

@@ -250,7 +250,8 @@ class _Rank:
         model, compute = self.held.model, self._compute
         tokens = activations.local_tokens(self._layout, *self._shape)
         again = self._saved(activations.again, self.policy.recompute)
-        scores = activations.scores(model, self._layout, *self._shape, self.precision.compute, self.kind) if model.is_described else 0
+        narrow = (self.precision.compute, self.kind)
+        scores = activations.scores(model, self._layout, *self._shape, *narrow, packed=self.policy.packed) if model.is_described else 0
         return again + scores + tokens * (3 * compute * model.ffn // self._layout.mesh.tp + (2 * compute + ITEMSIZE["float32"]) * model.hidden)
 
     @property

@@ -49,6 +49,9 @@ OTHER_WORDS = {
     "report_to": "logging.tensorboard",
     "train_file": "data.train",
     "bf16": "precision",
+    "sample_packing": "batch.packing",
+    "packed_sequence": "batch.packing",
+    "length_grouped_sampling": "batch.group_by_length",
 }
 OTHER_VALUES = {
     "full": "parameters",

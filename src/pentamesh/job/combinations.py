@@ -48,6 +48,9 @@ def _batch(job: Job) -> Iterator[Conflict]:
     if found := uneven_batch(job.batch.global_batch, job.batch.micro_batch, data):
         keys = ("batch.global_batch", "batch.micro_batch", *(["layout.data"] if data > 1 else []))
         yield Conflict(keys, found.what, found.hint)
+    if job.batch.packing and job.batch.group_by_length:
+        what = "group_by_length with packing, whose sequences are all nearly full"
+        yield Conflict(("batch.group_by_length", "batch.packing"), what, "keep one of them")
 
 
 def _optimizer(job: Job) -> Iterator[Conflict]:

@@ -96,6 +96,12 @@ class Batch(Section):
     seq_len: Count = Field(default=4096, ge=2, description="Longest sequence, in tokens.")
     micro_batch: Count = Field(default=1, ge=1, description="Sequences that one rank computes at once.")
     global_batch: Count = Field(default=16, ge=1, description="Sequences per optimizer step, over all ranks and micro-batches.")
+    packing: bool = Field(
+        default=False, description="Put as many samples into a sequence as it has room for (first-fit decreasing); none sees another."
+    )
+    group_by_length: bool = Field(
+        default=False, description="Steps of samples of like length: less padding, at the price of steps that are less alike."
+    )
 
 
 class Optimizer(Section):

@@ -24,6 +24,7 @@ class Policy:
     """How often each crossing happens.
 
     micro_batch     sequences a rank computes at once
+    packed          sequences hold several samples, which attention keeps apart
     grad_accum      micro-batches per step and data rank
     recompute       `none` keeps every block's activations; `selective` its input and what matmuls and attention gave, and computes the cheap rest
                     again in backward; `full` only its input, and computes the whole block again
@@ -45,6 +46,7 @@ class Policy:
     offload: bool = False
     compile: bool = False
     async_tensor: bool = False
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if self.keep_gathered and self.reshard:

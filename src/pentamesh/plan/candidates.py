@@ -42,7 +42,7 @@ def policies(layout: Layout, job: Job, *, lean: bool = False) -> Iterator[Policy
         recomputes, timings = recomputes[-1:], timings[:1]
     for recompute, (reshard, keep, reduce) in itertools.product(recomputes, timings):
         when = (job.batch.micro_batch, accum, recompute, reshard, keep, reduce)
-        yield Policy(*when, asked.activation_offload, job.training.compile, asked.async_tensor_parallel)
+        yield Policy(*when, asked.activation_offload, job.training.compile, asked.async_tensor_parallel, job.batch.packing)
 
 
 def described(layout: Layout, policy: Policy) -> dict[str, Any]:

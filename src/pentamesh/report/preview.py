@@ -50,11 +50,13 @@ def _short(text: str) -> str:
 
 def _totals(found: dict[str, Any]) -> Text:
     tokens, trained, lengths = found["num_tokens"], found["num_trained"], found["lengths"]
+    padding = found["padding"]
     rows = f"{'' if found['all_measured'] else 'the first '}{found['num_measured']:,} rows"
     lines = [
         f"{OPEN}trained{CLOSE}  {format_count(trained)} of {format_count(tokens)} tokens ({trained / max(tokens, 1):.0%}) in {rows}",
         f"length     min {lengths['min']:,}, median {lengths['median']:,}, 95% {lengths['p95']:,}, max {lengths['max']:,} tokens",
         f"too long   {_too_long(found)}",
+        f"padding    {padding['alone']:.0%} of what is computed; with packing {padding['packed']:.0%}, in {padding['num_packed']:,} rows",
     ]
     return Text("\n".join(lines))
 

@@ -105,6 +105,9 @@ def _check_runnable(plan: Plan, model: ModelSpec, where: str) -> None:
     if model.steady is not None and plan.job.batch.seq_len > model.steady:
         what = f"beyond {model.steady:,} tokens the rotary frequencies of {model.name} follow the longest sequence of a micro-batch: not trained yet"
         raise InputError(what, where=f"{where} batch.seq_len", hint=f"use seq_len = {model.steady} or less")
+    if plan.job.batch.packing and not model.is_described:
+        what = f"packing with {model.name}, whose own attention would look from one sample into the next"
+        raise InputError(what, where=f"{where} batch.packing", hint="use group_by_length: samples of like length need little padding")
     if plan.layout.sequence_parallel and model.learns_positions:
         what = f"sequence_parallel is planned for {model.name} but not trained yet: its positions are added to a whole stream"
         raise InputError(what, where=f"{where} layout.sequence_parallel", hint="leave it out")

@@ -1,14 +1,16 @@
 """Attention as every described family computes it: causal, without a mask in memory, whatever stands between queries and keys.
 
 torch's fused kernels know causal attention and no more. A sliding window, or documents packed into one row, they take as a mask of all pairs, a soft
-cap not at all. Here these are computed a run of queries at a time, against the keys that the window leaves them, in torch's own operations: what
-waits for backward is what the fused kernels keep, and no more than a piece of the scores is ever there.
+cap not at all. Here these are computed a run of queries at a time, against the keys that document and window leave them, in torch's own operations:
+what waits for backward is what the fused kernels keep, and no more than a piece of the scores is ever there. Documents on a GPU that flash
+attention knows go to its kernel for sequences of uneven length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,14 +35,14 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    starts: torch.Tensor | None = None,
+    documents: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface. Under a name of our own it makes no masks: sequence parallel would have them as long as the cut stream.
 
-    `starts` says of each token at which position of its row its document begins; a token sees none before. None where rows are one document each.
+    `documents` says where each begins, and the last ends, among all tokens of all rows; none sees another. None where rows are one document each.
 
-    Shapes: query [batch, heads, seq, head_dim], key and value [batch, kv_heads, seq, head_dim], starts [batch, seq]; returned
+    Shapes: query [batch, heads, seq, head_dim], key and value [batch, kv_heads, seq, head_dim], documents [their number + 1], int32; returned
     [batch, seq, heads, head_dim].
     """
     assert attention_mask is None, "what a mask would say is said by lengths and windows"
@@ -50,9 +52,11 @@ def attend(
         # Kernels lay out what they return as queries are. With heads of one token beside each other the next matmul reads it as it stands.
         query = query.transpose(1, 2).contiguous().transpose(1, 2)
     window = sliding_window if sliding_window and sliding_window < query.shape[2] else None
-    if window or softcap or starts is not None:
+    if documents is not None and not softcap and _flash_knows(query):
+        return _flash(query, key, value, documents, scale, window), None
+    if window or softcap or documents is not None:
         assert not dropout, "models that drop attention weights are not trained"
-        out, _ = _attention(query, key, value, starts, scale, window, softcap)
+        out, _ = _attention(query, key, value, documents, scale, window, softcap)
     else:
         grouped: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
         out = scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scale, is_causal=True, **grouped)
@@ -60,6 +64,42 @@ def attend(
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
+
+
+def _flash_knows(query: torch.Tensor) -> bool:
+    """Source: torch.nn.attention.varlen and FlashAttention-2: half precision, heads of up to 256, Ampere or newer."""
+    return (
+        query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256 and torch.cuda.get_device_capability() >= (8, 0)
+    )
+
+
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+    """Causal attention within documents by torch's kernel for sequences of uneven length."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    asking, asked, given = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    length, back = query.shape[2], window - 1 if window else -1
+    grouped = query.shape[1] != key.shape[1]
+    out = varlen_attn(asking, asked, given, documents, documents, length, length, scale=scale, window_size=(back, 0), enable_gqa=grouped)
+    assert isinstance(out, torch.Tensor)
+    return out.unflatten(0, (query.shape[0], length))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Which rows, which of their queries, and the keys that any of these sees."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+
+    def asking(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a tensor [batch, heads, seq, ...] what belongs to the queries."""
+        return tensor[self.rows, :, self.queries]
+
+    def asked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a tensor [batch, heads, seq, ...] what belongs to the keys."""
+        return tensor[self.rows, :, self.keys]
 
 
 @dataclass(frozen=True)
@@ -70,30 +110,44 @@ class _Scores:
     window: int | None
     cap: float | None
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The scores of a run of queries, -inf where one does not see a key, in float32 (float64); and what the cap's slope follows from.
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, piece: _Piece) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The scores of a piece, -inf where a query does not see a key, in float32 (float64); and what the cap's slope follows from.
 
-        Shapes: query [batch, kv_heads, groups * rows, head_dim], key [batch, kv_heads, keys, head_dim], seen [batch or 1, 1, rows, keys].
+        Shapes: query [rows, kv_heads, groups * queries, head_dim], key [rows, kv_heads, keys, head_dim].
         """
         scores = _product(query, key.mT).mul_(self.scale)
         shares = None
         if self.cap:
             shares = scores.div_(self.cap).tanh_()
             scores = shares * self.cap
-        return scores.masked_fill_(~seen.repeat(1, 1, query.shape[2] // seen.shape[2], 1), -torch.inf), shares
+        unseen = ~self.seen(piece, query.device)
+        return scores.masked_fill_(unseen.repeat(query.shape[2] // unseen.shape[0], 1), -torch.inf), shares
 
-    def seen(self, rows: range, low: int, starts: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-        """Which of the keys from `low` on each of `rows` sees: [batch or 1, 1, rows, keys]."""
-        queries, keys = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1), torch.arange(low, rows.stop, device=device)
-        seen = (keys <= queries) & (keys > queries - self.window) if self.window else keys <= queries
-        return seen[None, None] if starts is None else (seen & (keys >= starts[:, rows.start : rows.stop, None])).unsqueeze(1)
+    def seen(self, piece: _Piece, device: torch.device) -> torch.Tensor:
+        """Which keys of the piece each of its queries sees: [queries, keys]."""
+        queries = torch.arange(piece.queries.start, piece.queries.stop, device=device).unsqueeze(1)
+        keys = torch.arange(piece.keys.start, piece.keys.stop, device=device)
+        return (keys <= queries) & (keys > queries - self.window) if self.window else keys <= queries
 
-    def pieces(self, query: torch.Tensor) -> Iterator[tuple[range, int]]:
-        """Runs of queries, and the first key that any of them sees."""
-        batch, heads, length, _ = query.shape
-        step, _ = scores_at_once(batch * heads, length, self.window, query.device.type)
-        for start in range(0, length, step):
-            yield range(start, min(start + step, length)), max(0, start - self.window + 1) if self.window else 0
+    def pieces(self, query: torch.Tensor, documents: torch.Tensor | None) -> Iterator[_Piece]:
+        """Runs of queries of each document, with the keys that any of them sees."""
+        for rows, document in _documents(query, documents):
+            step, _ = scores_at_once(query.shape[1] * (rows.stop - rows.start), len(document), self.window, query.device.type)
+            for start in document[::step]:
+                stop = min(start + step, document.stop)
+                low = max(document.start, start - self.window + 1) if self.window else document.start
+                yield _Piece(rows, slice(start, stop), slice(low, stop))
+
+
+def _documents(query: torch.Tensor, bounds: torch.Tensor | None) -> Iterator[tuple[slice, range]]:
+    """The rows that each document lies in and its positions there: all rows alike, or one document after the other."""
+    batch, _, length, _ = query.shape
+    if bounds is None:
+        yield slice(0, batch), range(length)
+        return
+    for low, high in pairwise(bounds.tolist()):
+        row = low // length
+        yield slice(row, row + 1), range(low - row * length, high - row * length)
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
@@ -108,14 +162,13 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left.to(wide) @ right.to(wide)
 
 
-def _grouped(tensor: torch.Tensor, rows: range, key: torch.Tensor) -> torch.Tensor:
-    """Rows of queries, or of what belongs to them, beside the key head that they share: [batch, kv_heads, groups * rows, ...]."""
-    piece = tensor[:, :, rows.start : rows.stop]
-    return piece.reshape(piece.shape[0], key.shape[1], -1, *piece.shape[3:])
+def _grouped(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Queries, or what belongs to them, beside the key head that they share: [rows, kv_heads, groups * queries, ...]."""
+    return tensor.reshape(tensor.shape[0], key.shape[1], -1, *tensor.shape[3:])
 
 
-def _ungrouped(tensor: torch.Tensor, rows: range, query: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(tensor.shape[0], query.shape[1], len(rows), *tensor.shape[3:])
+def _ungrouped(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(tensor.shape[0], query.shape[1], -1, *tensor.shape[3:])
 
 
 @torch.library.custom_op("pentamesh::attention", mutates_args=())
@@ -123,7 +176,7 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    starts: torch.Tensor | None,
+    documents: torch.Tensor | None,
     scale: float,
     window: int | None,
     cap: float | None,
@@ -136,13 +189,12 @@ def _attention(
     # As torch's own kernels lay it out: heads of one token beside each other.
     out = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
     sums = query.new_empty(query.shape[:3], dtype=_wide(query))
-    for rows, low in scores.pieces(query):
-        keys = slice(low, rows.stop)
-        weights, _ = scores(_grouped(query, rows, key), key[:, :, keys], scores.seen(rows, low, starts, query.device))
+    for piece in scores.pieces(query, documents):
+        weights, _ = scores(_grouped(piece.asking(query), key), piece.asked(key), piece)
         total = weights.logsumexp(-1, keepdim=True)
         weights = weights.sub_(total).exp_().to(value.dtype)
-        out[:, :, rows.start : rows.stop] = _ungrouped(weights @ value[:, :, keys], rows, query)
-        sums[:, :, rows.start : rows.stop] = _ungrouped(total.squeeze(-1), rows, query)
+        piece.asking(out).copy_(_ungrouped(weights @ piece.asked(value), query))
+        piece.asking(sums).copy_(_ungrouped(total.squeeze(-1), query))
     return out, sums
 
 
@@ -157,7 +209,7 @@ def _attention_backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    starts: torch.Tensor | None,
+    documents: torch.Tensor | None,
     out: torch.Tensor,
     sums: torch.Tensor,
     scale: float,
@@ -168,19 +220,18 @@ def _attention_backward(
     scores = _Scores(scale, window, cap)
     of_query = torch.empty_like(query)
     of_key, of_value = (torch.zeros_like(t, dtype=_wide(t)) for t in (key, value))
-    for rows, low in scores.pieces(query):
-        keys = slice(low, rows.stop)
-        mine, came = _grouped(query, rows, key), _grouped(gradient, rows, key)
-        weights, shares = scores(mine, key[:, :, keys], scores.seen(rows, low, starts, query.device))
-        weights = weights.sub_(_grouped(sums, rows, key).unsqueeze(-1)).exp_()
-        of_value[:, :, keys] += weights.to(value.dtype).mT @ came
-        paid = (came.to(sums.dtype) * _grouped(out, rows, key)).sum(-1, keepdim=True)
-        of_scores = _product(came, value[:, :, keys].mT).sub_(paid).mul_(weights).mul_(scale)
+    for piece in scores.pieces(query, documents):
+        mine, came = _grouped(piece.asking(query), key), _grouped(piece.asking(gradient), key)
+        weights, shares = scores(mine, piece.asked(key), piece)
+        weights = weights.sub_(_grouped(piece.asking(sums), key).unsqueeze(-1)).exp_()
+        piece.asked(of_value).add_(weights.to(value.dtype).mT @ came)
+        paid = (came.to(sums.dtype) * _grouped(piece.asking(out), key)).sum(-1, keepdim=True)
+        of_scores = _product(came, piece.asked(value).mT).sub_(paid).mul_(weights).mul_(scale)
         if shares is not None:
             of_scores.addcmul_(of_scores, shares.square_(), value=-1)
         of_scores = of_scores.to(query.dtype)
-        of_query[:, :, rows.start : rows.stop] = _ungrouped(of_scores @ key[:, :, keys], rows, query)
-        of_key[:, :, keys] += of_scores.mT @ mine
+        piece.asking(of_query).copy_(_ungrouped(of_scores @ piece.asked(key), query))
+        piece.asked(of_key).add_(of_scores.mT @ mine)
     return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
 
 

@@ -23,14 +23,13 @@ def weighted_loss(module: nn.Module, micro: Micro, model: ModelSpec, layout: Lay
     so that its rank takes part in every collective. What no family describes has logits that only its own code knows, all at once.
     """
     given: dict[str, Any] = {"input_ids": micro.input_ids, "position_ids": None, "use_cache": False}
-    if layout.sequence_parallel or micro.starts is not None:
-        # The length of a stream that is cut no longer says at which positions tokens stand, and neither does a place among several samples.
+    if micro.packed is not None:
+        given |= {"position_ids": micro.packed.positions, "documents": micro.packed.bounds}
+    elif layout.sequence_parallel:  # the length of a stream that is cut no longer says at which positions its tokens stand
         given["position_ids"] = torch.arange(micro.input_ids.shape[1], device=micro.input_ids.device).unsqueeze(0)
-    if micro.starts is not None:
-        given |= {"position_ids": given["position_ids"] - micro.starts, "starts": micro.starts}
     if model.is_described:
         return module(**given, labels=Targets(micro.labels.flatten(), micro.num_trained, weight)).loss
-    assert micro.starts is None, "attention that only its own code knows would look across samples"
+    assert micro.packed is None, "attention that only its own code knows would look across samples"
     logits = module(**given).logits.flatten(0, 1)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return weight * cross_entropy(logits, micro.labels.flatten(), ignore_index=IGNORED, reduction="sum")

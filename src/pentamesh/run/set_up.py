@@ -57,7 +57,7 @@ def set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
     model = read_model(str(source))
     check_model(plan.model, model_facts(model), str(source), "plan it again, or put the model back as it was")
     prepared = _prepare(plan, model, source, folder)
-    num_steps, in_run = _length(plan, len(prepared.train))
+    num_steps, in_run = _length(plan, prepared.train.num_rows)
     trainee = _trainee(plan, model, source, world)
     first("looking for room for checkpoints", lambda: check_room(folder.checkpoints, _room(trainee, plan, folder)))
     batches = Batches(
@@ -67,8 +67,9 @@ def set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
         job.batch.micro_batch,
         world.data_rank,
         world.data_degree,
-        num_samples_in_run=in_run,
+        num_rows_in_run=in_run,
         seq_multiple=plan.layout.seq_multiple,
+        group_by_length=job.batch.group_by_length,
     )
     board = Board(folder.tensorboard if job.logging.tensorboard and world.is_first else None)
     return Run(plan, folder, world, trainee, prepared, batches, num_steps, Progress(plan, num_steps, job.logging.every), board)
@@ -97,14 +98,14 @@ def _prepare(plan: Plan, model: ModelSpec, source: Path, folder: RunFolder) -> P
     return replace(found, train=found.train.within(model.vocab, str(source)), held_out=held_out)
 
 
-def _length(plan: Plan, num_samples: int) -> tuple[int, int | None]:
-    """Optimizer steps of the run, and how many samples it sees where epochs say so (its last step may be smaller)."""
+def _length(plan: Plan, num_rows: int) -> tuple[int, int | None]:
+    """Optimizer steps of the run, and how many rows it sees where epochs say so (its last step may be smaller)."""
     training = plan.job.training
     if training.steps is not None:
         return training.steps, None
     if training.epochs is None:
         raise InputError("the job says neither `training.steps` nor `training.epochs`", where="training")
-    in_run = max(1, round(num_samples * training.epochs))
+    in_run = max(1, round(num_rows * training.epochs))
     return math.ceil(in_run / plan.job.batch.global_batch), in_run
 
 

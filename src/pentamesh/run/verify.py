@@ -73,13 +73,13 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Packed(Batches):
-    """Rows of several samples, one after the other."""
+class InRows(Batches):
+    """Rows of so many samples, one after the other."""
 
     in_a_row: int = 1
 
     def _row(self, number: int) -> tuple[int, ...]:
-        return tuple(index for n in range(number * self.in_a_row, (number + 1) * self.in_a_row) for index in super(Packed, self)._row(n))
+        return tuple(index for n in range(number * self.in_a_row, (number + 1) * self.in_a_row) for index in super(InRows, self)._row(n))
 
 
 @dataclass
@@ -136,8 +136,8 @@ def fake_outcome(trial: Trial, rank: int) -> Outcome:
 def _steps(trial: Trial, trainee: Trainee, found: Outcome, watch: Callable[[Trainee], None] | None = None) -> None:
     world = trainee.world
     samples = toy_samples(trial.seed, trial.global_batch * trial.num_steps * trial.in_a_row, trainee.model.vocab, trial.longest)
-    own = {"data_rank": world.data_rank, "data_degree": world.data_degree, "seq_multiple": trial.layout.seq_multiple}
-    batches = Packed(samples, trial.seed, trial.global_batch, trial.policy.micro_batch, **own, in_a_row=trial.in_a_row)
+    own: dict[str, Any] = {"data_rank": world.data_rank, "data_degree": world.data_degree, "seq_multiple": trial.layout.seq_multiple}
+    batches = InRows(samples, trial.seed, trial.global_batch, trial.policy.micro_batch, **own, in_a_row=trial.in_a_row)
     for step in range(trial.num_steps):
         micros = batches.step(step * trial.global_batch)
         with Recorder(world) as recorder:

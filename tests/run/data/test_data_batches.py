@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentamesh.errors import InputError
-from pentamesh.run.data.batches import IGNORED, Batches, Micro, collate, held_out_batches, order
+from pentamesh.run.data.batches import IGNORED, Batches, Micro, collate, held_out_batches
+from pentamesh.run.data.order import Order, first_fit_decreasing, order
 from pentamesh.run.data.samples import Samples
 
 
@@ -58,7 +60,8 @@ def taken(samples: Samples, world: tuple[int, int, int, int, int], num_steps: in
     found: list[int | None] = []
     for step in range(num_steps):
         ranks = [Batches(samples, seed, global_batch, micro_batch, r, data_degree, limit) for r in range(data_degree)]
-        found += [i for m in range(ranks[0].num_micros) for rank in ranks for row in rank.indices(step * global_batch, m) for i in row]
+        micros = zip(*(rank.step(step * global_batch) for rank in ranks), strict=True)
+        found += [(int(row[0]) - 1) // 3 for of_ranks in micros for micro in of_ranks for row in micro.input_ids]
     return found
 
 
@@ -81,15 +84,74 @@ def test_the_same_samples_in_the_same_order_on_any_number_of_ranks(world: tuple[
 
 def test_a_run_of_epochs_ends_with_rows_without_labels(seven: Samples) -> None:
     """7 samples over 4 ranks: one step of 8, whose last row trains nothing, with as many micro-batches on each rank."""
-    ranks = [Batches(seven, 0, 8, 1, r, 4, num_samples_in_run=7) for r in range(4)]
+    ranks = [Batches(seven, 0, 8, 1, r, 4, num_rows_in_run=7) for r in range(4)]
     micros = [rank.step(0) for rank in ranks]
     assert [len(m) for m in micros] == [2, 2, 2, 2]
-    assert ranks[3].indices(0, 1) == [()]
+    assert ranks[3].rows(0)[-1] == ()
     empty = micros[3][1]
     assert (empty.num_tokens, empty.num_trained) == (0, 0)
     assert (empty.labels == IGNORED).all()
     assert empty.input_ids.shape == (1, 2)
-    assert sorted(i for rank in ranks for m in range(2) for row in rank.indices(0, m) for i in row) == list(range(7))
+    assert sorted(i for row in ranks[0].rows(0) for i in row) == list(range(7))
+
+
+def test_rows_that_are_computed_at_once_are_of_like_length(seven: Samples) -> None:
+    batches = Batches(seven, 0, 6, 2, 0, 1)
+    assert sorted(i for row in batches.rows(0) for i in row) == sorted(order(0, 0, 7)[:6].tolist())
+    widths = [micro.input_ids.shape[1] for micro in batches.step(0)]
+    assert widths == sorted(widths, reverse=True)
+
+
+lengths_and_room = st.integers(1, 40).flatmap(lambda room: st.tuples(st.lists(st.integers(1, room), min_size=1, max_size=60), st.just(room)))
+
+
+def packed_one_by_one(lengths: list[int], capacity: int) -> list[int]:
+    rooms: list[int] = []
+    found = []
+    for length in lengths:
+        pack = next((i for i, room in enumerate(rooms) if room >= length), len(rooms))
+        rooms += [capacity] if pack == len(rooms) else []
+        rooms[pack] -= length
+        found.append(pack)
+    return found
+
+
+@given(lengths_and_room)
+@settings(deadline=None, max_examples=100)
+def test_packs_are_those_of_first_fit_decreasing(case: tuple[list[int], int]) -> None:
+    lengths, capacity = sorted(case[0], reverse=True), case[1]
+    assert first_fit_decreasing(np.array(lengths), capacity).tolist() == packed_one_by_one(lengths, capacity)
+
+
+@given(lengths_and_room, st.integers(0, 5))
+@settings(deadline=None, max_examples=60)
+def test_every_epoch_packs_every_sample_once_and_no_row_too_full(case: tuple[list[int], int], epoch: int) -> None:
+    lengths, capacity = np.array(case[0]), case[1]
+    packed = Order(lengths, 3, first_fit_decreasing(np.sort(lengths)[::-1], capacity))
+    rows = [packed.row(epoch * packed.num_rows + i) for i in range(packed.num_rows)]
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert max(int(lengths[list(row)].sum()) for row in rows) <= capacity
+    assert min(len(row) for row in rows) > 0
+
+
+def test_packed_rows_change_from_epoch_to_epoch_and_are_pinned() -> None:
+    """A number of these lists that changes would change the data order of every run that resumes."""
+    lengths = np.array([5, 3, 3, 2, 2, 2, 1])
+    packed = Order(lengths, 0, first_fit_decreasing(np.sort(lengths)[::-1], 6))
+    epochs = [[packed.row(e * packed.num_rows + i) for i in range(packed.num_rows)] for e in range(2)]
+    assert epochs == [[(5, 3, 4), (2, 1), (0, 6)], [(1, 2), (0, 6), (3, 4, 5)]]
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=200), st.integers(1, 9), st.integers(0, 3))
+@settings(deadline=None, max_examples=60)
+def test_steps_of_like_length_hold_every_sample_once(lengths: list[int], step: int, epoch: int) -> None:
+    alike = Order(np.array(lengths), 1, step=step)
+    rows = [alike.row(epoch * len(lengths) + i) for i in range(len(lengths))]
+    assert sorted(rows) == [(i,) for i in range(len(lengths))]
+    whole = len(lengths) // step
+    spans = sorted((max(of), min(of)) for s in range(whole) for of in [[lengths[i] for (i,) in rows[s * step : (s + 1) * step]]])
+    if len(lengths) <= 50 * step:  # one stretch: steps do not overlap in length
+        assert all(low[0] <= high[1] for low, high in itertools.pairwise(spans))
 
 
 def test_labels_are_the_next_tokens_that_are_trained() -> None:
@@ -98,6 +160,17 @@ def test_labels_are_the_next_tokens_that_are_trained() -> None:
     assert micro.input_ids.tolist() == [[1, 2, 3], [5, 99, 99], [99, 99, 99]]
     assert micro.labels.tolist() == [[2, IGNORED, 4], [6, IGNORED, IGNORED], [IGNORED] * 3]
     assert (micro.num_trained, micro.num_tokens) == (3, 4)
+
+
+def test_packed_samples_have_positions_and_bounds_of_their_own() -> None:
+    samples = samples_of([3, 1, 2], pad_id=99)
+    micro = collate(samples, [(0, 1), (2,), ()])
+    assert micro.input_ids.tolist() == [[1, 2, 3, 5], [7, 8, 99, 99], [99] * 4]
+    assert micro.labels.tolist() == [[2, IGNORED, 4, 6], [8, IGNORED, IGNORED, IGNORED], [IGNORED] * 4]
+    assert micro.packed is not None
+    assert micro.packed.positions.tolist() == [[0, 1, 2, 0], [0, 1, 0, 1], [0, 1, 2, 3]]
+    assert micro.packed.bounds.tolist() == [0, 3, 4, 6, 8, 12]
+    assert (micro.num_trained, micro.num_tokens) == (4, 6)
 
 
 def test_padding_with_the_end_of_turn_token_masks_no_label() -> None:

@@ -55,6 +55,20 @@ def test_counts_and_lengths_are_of_all_rows(chatml: Any, talks: list[Any], tmp_p
     assert data.all_measured
 
 
+def test_padding_is_of_what_is_computed_at_once(write_rows: Any, chatml: Any, tmp_path: Path) -> None:
+    """Six rows of 14 + i tokens, two computed at once, the longest first; packs of 40 hold 19 + 18, 17 + 16 and 15 + 14."""
+    from tests.run.data.conftest import conversation
+
+    write_rows([{"messages": conversation("how", "fine" + " now" * i)} for i in range(6)])
+    asked = job(seq_len=40)
+    data = collect(asked.model_copy(update={"batch": asked.batch.model_copy(update={"micro_batch": 2, "global_batch": 6})}), chatml, tmp_path)
+    tokens = sum(14 + i for i in range(6))
+    assert data.padding.num_packed == 3
+    assert data.padding.alone == pytest.approx(1 - tokens / (2 * (19 + 17 + 15)))
+    assert data.padding.packed == pytest.approx(1 - tokens / (2 * 37 + 29))
+    assert "padding    3% of what is computed; with packing 4%, in 3 rows" in shown(data.to_json())
+
+
 def test_large_data_is_measured_in_part_and_says_so(chatml: Any, talks: list[Any], tmp_path: Path) -> None:
     data = collect(job(), chatml, tmp_path, max_measured=4)
     assert (data.num_measured, data.all_measured) == (4, False)

@@ -118,7 +118,7 @@ def _fingerprint(job: Job, tokenizer: PreTrainedTokenizerBase, asked: Source) ->
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     words = [hashlib.sha256(vocabulary.encode()).hexdigest(), repr(tokenizer.chat_template), repr(tokenizer.special_tokens_map)]
-    decides = [VERSION, files, words, asked.form, job.batch.seq_len, job.data.model_dump(mode="json"), job.training.seed]
+    decides = [VERSION, files, words, asked.form, job.batch.seq_len, job.batch.packing, job.data.model_dump(mode="json"), job.training.seed]
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -201,11 +201,12 @@ def _write(job: Job, asked: Source, encode: Encode, held: frozenset[int], folder
                 progress(num_rows)
         if too_long.num_rows and job.data.too_long == "error":
             problems.add(too_long.problem(job.batch.seq_len))
-    return {name: _finished(name, writer) for name, writer in writers.items()}
+    pack_to = {"train": job.batch.seq_len if job.batch.packing else None}
+    return {name: _finished(name, writer, pack_to.get(name)) for name, writer in writers.items()}
 
 
-def _finished(name: str, writer: SampleWriter) -> dict[str, Any]:
-    split = writer.close()
+def _finished(name: str, writer: SampleWriter, pack_to: int | None) -> dict[str, Any]:
+    split = writer.close(pack_to)
     if not split["samples"]:
         reasons = ", ".join(f"{reason} {n:,}" for reason, n in split["dropped"].items())
         raise InputError(f"none of {split['rows']:,} rows is left to use", where=f"data.{name}", hint=f"dropped: {reasons}")

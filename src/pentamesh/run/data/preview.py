@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pentamesh.job.job import Job
+from pentamesh.job.job import Batch, Job
 from pentamesh.run.data.encode import encoder
 from pentamesh.run.data.forms import checked_rows
+from pentamesh.run.data.order import Order, first_fit_decreasing
 from pentamesh.run.data.prepare import source
 from pentamesh.run.data.rows import Problems
 from pentamesh.run.data.tokens import Encoded
@@ -20,9 +21,9 @@ from pentamesh.run.data.tokens import Encoded
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SCHEMA", "VERSION", "Lengths", "Piece", "PreviewData", "PreviewRow", "collect"]
+__all__ = ["SCHEMA", "VERSION", "Lengths", "Padding", "Piece", "PreviewData", "PreviewRow", "collect"]
 
-SCHEMA, VERSION = "pentamesh.data_preview", 1
+SCHEMA, VERSION = "pentamesh.data_preview", 2
 NUM_BINS = 10
 MAX_MEASURED = 5_000  # rows: some 10 s, at 500 conversations of 760 tokens a second
 
@@ -58,6 +59,15 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class Padding:
+    """The share of computed tokens that would be padding, a sample a row and packed, and how many rows `num_packed` packing makes of the samples."""
+
+    alone: float
+    packed: float
+    num_packed: int
+
+
+@dataclass(frozen=True)
 class PreviewData:
     """The first rows, and the counts of all that were measured."""
 
@@ -72,6 +82,7 @@ class PreviewData:
     num_trained: int
     num_too_long: int
     lengths: Lengths
+    padding: Padding
 
     def to_json(self) -> dict[str, Any]:
         """The JSON contract of `pentamesh data preview --json`."""
@@ -110,6 +121,7 @@ def collect(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, num_rows: 
         num_trained=num_trained,
         num_too_long=sum(n > job.batch.seq_len for n in lengths) if asked.form != "text" else 0,
         lengths=_lengths(np.array(lengths)),
+        padding=_padding(np.clip(lengths, 1, job.batch.seq_len), job.batch),
     )
 
 
@@ -129,3 +141,19 @@ def _lengths(lengths: np.ndarray) -> Lengths:
     counts = np.bincount((np.maximum(lengths, 1) - 1) // width, minlength=-(-high // width))
     bins = tuple((i * width + 1, (i + 1) * width, int(n)) for i, n in enumerate(counts))
     return Lengths(low, median, p95, high, bins)
+
+
+def _padding(lengths: np.ndarray, batch: Batch) -> Padding:
+    packs = first_fit_decreasing(np.sort(lengths)[::-1], batch.seq_len)
+    alone, packed = Order(lengths, 0, step=batch.global_batch if batch.group_by_length else None), Order(lengths, 0, packs)
+    return Padding(_padded(alone, batch), _padded(packed, batch), packed.num_rows)
+
+
+def _padded(order: Order, batch: Batch) -> float:
+    """Of the tokens that one epoch computes, the share that pads rows to the longest of their micro-batch."""
+    computed = 0
+    for first in range(0, order.num_rows, batch.global_batch):
+        numbers = range(first, min(first + batch.global_batch, order.num_rows))
+        rows = sorted((int(order.lengths[list(order.row(number))].sum()) for number in numbers), reverse=True)
+        computed += sum(longest * len(rows[at : at + batch.micro_batch]) for at, longest in enumerate(rows) if at % batch.micro_batch == 0)
+    return 1 - int(order.lengths.sum()) / computed

@@ -1,7 +1,8 @@
 """Samples: prepared tokens on disk, mapped into memory by every rank and written by one.
 
-A prepared folder holds data.json (the manifest) and, for each split, three flat little-endian files: NAME.tokens (int32), NAME.trained (one
-byte a token) and NAME.spans (int64 pairs: offset and number of tokens of each sample). Windows of a document overlap, so spans may.
+A prepared folder holds data.json (the manifest) and, for each split, flat little-endian files: NAME.tokens (int32), NAME.trained (one byte a
+token), NAME.spans (int64 pairs: offset and number of tokens of each sample) and, where rows hold several samples, NAME.packs (int32: the row of
+each sample, the longest first). Windows of a document overlap, so spans may.
 
 The model reads the tokens of a sample but the last, which is only a target: the *length* of a sample is its number of tokens less one.
 """
@@ -13,26 +14,28 @@ import json
 from array import array
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pentamesh.errors import InputError
+from pentamesh.run.data.order import first_fit_decreasing
 from pentamesh.run.data.tokens import Cut, Encoded
 
 __all__ = ["MANIFEST", "SCHEMA", "VERSION", "Prepared", "SampleWriter", "Samples", "check_replaceable", "open_prepared"]
 
-SCHEMA, VERSION = "pentamesh.data", 3
+SCHEMA, VERSION = "pentamesh.data", 4
 MANIFEST = "data.json"
-DTYPES = {"tokens": np.dtype("<i4"), "trained": np.dtype("?"), "spans": np.dtype("<i8")}
+DTYPES = {"tokens": np.dtype("<i4"), "trained": np.dtype("?"), "spans": np.dtype("<i8"), "packs": np.dtype("<i4")}
 
 
 @dataclass(frozen=True)
 class Samples:
     """The samples of one split, mapped from disk.
 
-    Shapes: tokens and trained [all tokens]; spans [num_samples, 2].
+    Shapes: tokens and trained [all tokens]; spans [num_samples, 2]; packs [num_samples], where rows hold several.
     Units: num_tokens counts what the model reads, num_trained the targets among the tokens that follow. No token is above largest_id.
     """
 
@@ -43,11 +46,17 @@ class Samples:
     num_trained: int
     pad_id: int
     largest_id: int = 0
+    packs: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.spans)
 
     @property
+    def num_rows(self) -> int:
+        """Rows of an epoch: samples, or packs of them."""
+        return len(self) if self.packs is None else int(self.packs.max()) + 1
+
+    @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens that the model reads, by sample."""
         return self.spans[:, 1] - 1
@@ -108,12 +117,14 @@ def open_prepared(folder: Path) -> Prepared:
 
 def _mapped(folder: Path, name: str, split: dict[str, Any], pad_id: int) -> Samples:
     shapes = {"tokens": (split["stored_tokens"],), "trained": (split["stored_tokens"],), "spans": (split["samples"], 2)}
+    shapes |= {"packs": (split["samples"],)} if "packs" in split else {}
     arrays = {}
-    for kind, dtype in DTYPES.items():
+    for kind, shape in shapes.items():
+        dtype = DTYPES[kind]
         path = folder / f"{name}.{kind}"
-        if path.stat().st_size != int(np.prod(shapes[kind])) * dtype.itemsize:
-            raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not those of {shapes[kind]} {dtype}")
-        arrays[kind] = np.memmap(path, dtype, mode="r", shape=shapes[kind])
+        if path.stat().st_size != int(np.prod(shape)) * dtype.itemsize:
+            raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not those of {shape} {dtype}")
+        arrays[kind] = np.memmap(path, dtype, mode="r", shape=shape)
     return Samples(**arrays, num_tokens=split["tokens"], num_trained=split["trained_tokens"], pad_id=pad_id, largest_id=split["largest_id"])
 
 
@@ -154,9 +165,17 @@ class SampleWriter:
         self._counts["stored_tokens"] += len(row.ids)
         self._counts["largest_id"] = max(self._counts["largest_id"], int(row.ids.max()))
 
-    def close(self) -> dict[str, Any]:
-        """Finish the files. Returns what the manifest says of them; samples of the same digest are the same, wherever their rows came from."""
+    def close(self, pack_to: int | None = None) -> dict[str, Any]:
+        """Finish the files, with the samples packed into rows of so many tokens where that is asked. Returns what the manifest says of them; samples
+        of the same digest are the same, wherever their rows came from."""
         for file in self._files.values():
             file.close()
-        np.frombuffer(self._spans, np.int64).astype(DTYPES["spans"]).tofile(self._paths["spans"])
-        return {**self._counts, "digest": self._digest.hexdigest(), "dropped": dict(self._dropped)}
+        spans = np.frombuffer(self._spans, np.int64).reshape(-1, 2)
+        spans.astype(DTYPES["spans"]).tofile(self._paths["spans"])
+        packed = {}
+        if pack_to is not None and len(spans):
+            packs = first_fit_decreasing(np.sort(spans[:, 1] - 1)[::-1], pack_to).astype(DTYPES["packs"])
+            packs.tofile(self._paths["packs"])
+            self._digest.update(packs.tobytes())
+            packed = {"packs": int(packs.max()) + 1}
+        return {**self._counts, **packed, "digest": self._digest.hexdigest(), "dropped": dict(self._dropped)}
