@@ -48,6 +48,38 @@ ONE_ERROR = {
         "model: m\n1: 2\n",
         ("`1` is not a key of the job", "job.yaml:2 1", "known are model, method"),
     ),
+    "unknown key of a mapping": (
+        "model: m\ndata:\n  columns:\n    mesages: dialog\n",
+        ("`mesages` is not a key of `data.columns`", "job.yaml:4 data.columns.mesages", "did you mean `messages`?"),
+    ),
+    "key of a mapping that is like none": (
+        "model: m\ndata:\n  columns: {question: q}\n",
+        ("`question` is not a key of `data.columns`", "job.yaml:3 data.columns.question", "known are messages, conversations"),
+    ),
+    "number in a mapping of names": (
+        "model: m\ndata:\n  columns:\n    messages: 3\n",
+        ("messages = 3 is not text", "job.yaml:4 data.columns.messages", 'put it in quotes: "3"'),
+    ),
+    "mapping in a mapping": (
+        "model: m\ndata:\n  columns:\n    messages: {a: b}\n",
+        ("messages = {'a': 'b'} is not text", "job.yaml:4 data.columns.messages", "`{messages: dialog, role: speaker}`"),
+    ),
+    "text for a mapping": (
+        "model: m\ndata:\n  columns: dialog\n",
+        ("columns = 'dialog' is not a mapping to text", "job.yaml:3 data.columns", "What the files call the fields"),
+    ),
+    "nothing for a mapping": (
+        "model: m\ndata:\n  roles:\n",
+        ("roles = null is not a mapping to one of `system`, `user`, `assistant`", "job.yaml:3 data.roles", "The role that a name"),
+    ),
+    "value of a mapping that is like a known one": (
+        "model: m\ndata:\n  roles:\n    bot: asistant\n",
+        ("bot = 'asistant' is not one of `system`, `user`, `assistant`", "job.yaml:4 data.roles.bot", "did you mean `assistant`?"),
+    ),
+    "empty name in a mapping": (
+        "model: m\ndata:\n  roles: {'': user}\n",
+        ("`` is not a key of `data.roles`", "job.yaml:3 data.roles.", "The role that a name"),
+    ),
     "duplicate key": (
         "model: m\nbatch:\n  seq_len: 1k\n  micro_batch: 1\n  seq_len: 2k\n",
         ("`seq_len` is written twice, on lines 3 and 5", "job.yaml:5 batch.seq_len", "keep one of them"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from pentamesh.errors import Problem
@@ -82,6 +82,8 @@ def faults(section: type[Section], raw: Any, at: Callable[[KeyPath], str], path:
             yield inner, Problem(f"`{key}` is not a key of {_called(path)}", at(inner), _meant(str(key), section))
         elif (nested := _section_of(field.annotation)) and (isinstance(value, Mapping) or field.annotation is nested):
             yield from faults(nested, value, at, inner)
+        elif entries := _entries(field.annotation, value):
+            yield from _entry_faults(field, entries, value, at, inner)
         elif not _fits(field, value):
             yield inner, Problem(f"{key} = {_shown(value)} is not {expected(field)}", at(inner), _cure(field, value))
     for key, field in section.model_fields.items():
@@ -104,6 +106,34 @@ def _section_of(annotation: Any) -> type[Section] | None:
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
 
 
+def _entries(annotation: Any, value: Any) -> tuple[Any, Any] | None:
+    """The kinds of the keys and of the values of a mapping, where `value` is written as one."""
+    return get_args(annotation) if get_origin(annotation) is dict and isinstance(value, Mapping) else None
+
+
+def _entry_faults(
+    field: FieldInfo, kinds: tuple[Any, Any], value: Mapping[str, Any], at: Callable[[KeyPath], str], path: KeyPath
+) -> Iterator[tuple[KeyPath, Problem]]:
+    """The entries of a mapping whose keys or values are not of their kind."""
+    name, entry = (FieldInfo.from_annotated_attribute(kind, Field(description=field.description)) for kind in kinds)
+    for key, inner in value.items():
+        place = (*path, str(key))
+        if not _fits(name, key):
+            yield place, Problem(f"`{key}` is not a key of {_called(path)}", at(place), _near(str(key), _choices(kinds[0])) or _about(name))
+        elif not _fits(entry, inner):
+            yield place, Problem(f"{key} = {_shown(inner)} is not {expected(entry)}", at(place), _cure(entry, inner))
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def _near(key: str, known: Sequence[str]) -> str:
+    """The names of a closed list that someone who wrote `key` may have meant, or nothing where any name is one."""
+    near = difflib.get_close_matches(key, known, n=2)
+    return f"did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else f"known are {', '.join(known)}" if known else ""
+
+
 def _fits(field: FieldInfo, value: Any) -> bool:
     annotated: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     try:
@@ -121,6 +151,8 @@ def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " or ".join(_kind(arg, metadata) for arg in args if arg is not type(None))
     if origin is Literal:
         return ("one of " if len(args) > 1 else "") + ", ".join(f"`{value}`" for value in args)
+    if origin is dict:
+        return f"a mapping to {_kind(args[1])}"
     if origin is tuple:
         return f"a list of {len(args)} numbers, each {_kind(args[0]).removeprefix('a number ')}"
     if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -180,12 +212,11 @@ def _meant(key: str, section: type[Section]) -> str:
         return f"`{key}` stands at the top of the file, not in a section"
     if dotted := OTHER_WORDS.get(key.lower()):
         return f"here it is `{dotted}`: {_description(dotted)}"
-    if near := difflib.get_close_matches(key, section.model_fields, n=2):
-        return f"did you mean {' or '.join(f'`{n}`' for n in near)}?"
     elsewhere = {field: f"{name}.{field}" for name, other in sections().items() for field in other.model_fields}
-    if near := difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.7):
+    near = difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.7)
+    if near and not difflib.get_close_matches(key, section.model_fields, n=1):
         return f"did you mean `{elsewhere[near[0]]}`?"
-    return f"known are {', '.join(section.model_fields)}"
+    return _near(key, tuple(section.model_fields))
 
 
 def _description(dotted: str) -> str:

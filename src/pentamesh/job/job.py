@@ -74,6 +74,12 @@ class Model(Section):
     revision: Text | None = Field(default=None, description="Branch, tag or commit of a hub id.")
 
 
+# What rows and turns are made of, over all forms; `run/data/forms.py` and `turns.py` say which of them each form has.
+Column = Literal[
+    "messages", "conversations", "system", "instruction", "input", "output", "prompt", "completion", "text", "role", "content", "from", "value"
+]
+
+
 class Data(Section):
     train: Text | None = Field(
         default=None,
@@ -87,6 +93,13 @@ class Data(Section):
     held_out_split: Text | None = Field(default=None, description="Split of the hub data set in `held_out`; `test` when not given.")
     form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = Field(
         default="auto", description="Form of the rows, each shown in the guide on data; `auto` finds it from the first row."
+    )
+    columns: dict[Column, Text] = Field(
+        default={},
+        description="What the files call the fields of rows and turns that the form calls otherwise: `{messages: dialog, role: speaker}`.",
+    )
+    roles: dict[Text, Literal["system", "user", "assistant"]] = Field(
+        default={}, description="The role that a name in the files means, beside those that the form knows: `{customer: user, agent: assistant}`."
     )
     too_long: Literal["error", "drop", "truncate"] = Field(default="error", description="What happens to a row longer than `batch.seq_len`.")
     max_rows: Count | None = Field(default=None, ge=1, description="Use only the first rows.")

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 from pentamesh.errors import InputError
-from pentamesh.job.job import Job
+from pentamesh.job.job import Data, Job
 from pentamesh.run.data.encode import encoder
-from pentamesh.run.data.forms import FORMS, Conversation, Form, Pair, Sample, checked_rows, form_of
+from pentamesh.run.data.forms import FORMS, Conversation, Form, Given, Pair, Sample, checked_rows, form_of
 from pentamesh.run.data.prepare import prepare
 from pentamesh.run.data.rows import Problems
 from pentamesh.run.data.tokens import Encoded
 
 
-def read(path: Path, form: Form | None = None) -> list[Sample]:
+def read(path: Path, form: Form | None = None, **data: Any) -> list[Sample]:
+    asked = Data.model_validate(data)
     with Problems() as problems:
-        return list(checked_rows((path,), form or form_of((path,), "auto"), problems))
+        return list(checked_rows((path,), form or form_of((path,), "auto", asked.columns), problems, data=asked))
 
 
 def turns(*said: tuple[str, str]) -> list[dict[str, str]]:
@@ -72,6 +73,83 @@ def test_whatever_the_spelling_the_same_tokens_are_trained(write_rows: Any, chat
     found, expected = made([row], "row.jsonl"), made([{"messages": messages}], "messages.jsonl")
     assert found == expected
     assert any(found[1])
+
+
+TALK = turns(("user", "hello"), ("assistant", "fine"))
+DIALOG = [{"speaker": "user", "text": "hello"}, {"speaker": "assistant", "text": "fine"}]
+NAMES = {"messages": "dialog", "role": "speaker", "content": "text"}
+# What the job says of names, a row, its form and the messages that it is.
+RENAMED: dict[str, tuple[dict[str, Any], dict[str, Any], Form, Any]] = {
+    "fields of rows and turns": ({"columns": NAMES}, {"dialog": DIALOG}, "messages", TALK),
+    "what has our name is something else": ({"columns": NAMES}, {"dialog": DIALOG, "messages": 3, "text": "x"}, "messages", TALK),
+    "names that change places": (
+        {"columns": {"role": "content", "content": "role"}},
+        {"messages": [{"content": "user", "role": "hello"}, {"content": "assistant", "role": "fine"}]},
+        "messages",
+        TALK,
+    ),
+    "a field of rows is none of turns": (
+        {"columns": {"instruction": "content"}},
+        {"messages": turns(("user", "hello"), ("assistant", "fine"))},
+        "messages",
+        TALK,
+    ),
+    "alpaca": (
+        {"columns": {"instruction": "question", "output": "answer", "input": "context", "system": "told"}},
+        {"question": "hello", "context": "there", "answer": "fine", "told": "be kind"},
+        "alpaca",
+        turns(("system", "be kind"), ("user", "hello\nthere"), ("assistant", "fine")),
+    ),
+    "sharegpt as messages": (
+        {"columns": {"messages": "conversations", "role": "from", "content": "value"}, "roles": {"human": "user", "gpt": "assistant"}},
+        {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "fine"}]},
+        "messages",
+        TALK,
+    ),
+    "roles": (
+        {"roles": {"Kunde": "user", "0": "assistant"}},
+        {"conversations": [{"from": "Kunde", "value": "hello"}, {"from": "0", "value": "fine"}]},
+        "sharegpt",
+        TALK,
+    ),
+    "a role that means another here": (
+        {"roles": {"assistant": "user", "user": "assistant"}},
+        {"messages": turns(("assistant", "hello"), ("user", "fine"))},
+        "messages",
+        TALK,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RENAMED)
+def test_names_of_fields_and_roles_are_as_the_job_says(write_rows: Any, case: str) -> None:
+    data, row, form, messages = RENAMED[case]
+    path = write_rows([row])
+    assert form_of((path,), "auto", data.get("columns")) == form
+    assert [sample.content for sample in read(path, **data)] == [Conversation(messages)]
+
+
+RENAMED_FAULTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"columns": NAMES}, {"messages": DIALOG}, "no `dialog` in the row; its keys: messages"),
+    ({"columns": NAMES}, {"x": 1}, "data.columns.messages = dialog is not what the file calls it"),
+    ({"columns": NAMES}, {"dialogs": DIALOG}, "did you mean 'dialogs'?"),
+    ({"columns": NAMES}, {"dialog": "x"}, "`dialog` is a string, not a list"),
+    ({"columns": NAMES}, {"dialog": [{"role": "user", "content": "x"}]}, "`dialog[0]` has no `speaker`"),
+    ({"columns": NAMES}, {"dialog": [{"speaker": "user", "text": 3}]}, "`dialog[0].text` is a number, not a string"),
+    ({"columns": NAMES}, {"dialog": [{"speaker": "usr", "text": "x"}]}, "`dialog[0].speaker` is 'usr'"),
+    ({"roles": {"agent": "assistant"}}, {"messages": [{"role": "agnt", "content": "x"}]}, "did you mean 'agent'?"),
+    ({"columns": {"output": "answer"}}, {"instruction": "x", "answer": " "}, "`answer` is empty"),
+    ({"columns": {"text": "body"}}, {"body": None}, "`body` is null, not a string"),
+]
+
+
+@pytest.mark.parametrize(("data", "row", "expected"), RENAMED_FAULTS)
+def test_faults_are_told_in_the_names_of_the_file(write_rows: Any, data: dict[str, Any], row: dict[str, Any], expected: str) -> None:
+    path = write_rows([row])
+    with pytest.raises(InputError) as error:
+        read(path, **data)
+    assert expected in str(error.value)
+    assert f"{path}:1" in str(error.value)
 
 
 def encoded(tokenizer: Any, content: Any, form: Form = "prompt_completion") -> Encoded:
@@ -199,11 +277,9 @@ def test_messages_beside_preferences_are_trained_when_asked_for(write_rows: Any,
 def test_every_form_is_in_the_job_and_its_example_is_of_the_form() -> None:
     from typing import get_args
 
-    from pentamesh.job.job import Data
-
     assert set(FORMS) == set(get_args(Data.model_fields["form"].annotation)) - {"auto"} == set(get_args(Form))
     for form, shape in FORMS.items():
-        assert not isinstance(shape.read(json.loads(shape.example), "here"), list)
+        assert not isinstance(shape.read(Given(json.loads(shape.example), "here")), list)
         assert all(key in json.loads(shape.example) for key in shape.keys), form
 
 

@@ -12,12 +12,14 @@ Whatever the form, a row becomes a Conversation, a Pair or a text; nothing behin
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
 
 from pentamesh.errors import InputError, Problem
+from pentamesh.job.job import Data
+from pentamesh.run.data.names import Names
 from pentamesh.run.data.rows import Place, Problems, Row, read_rows
 from pentamesh.run.data.turns import MESSAGES, SHAREGPT, Message, kind, read_turns, string_fault
 
@@ -54,50 +56,75 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Given:
+    """A row with its fields under our names, the names that its file has for them, and what the job says of rows."""
+
+    value: dict[str, Any]
+    where: str
+    names: Names = field(default_factory=Names)
+    data: Data = field(default_factory=Data)
+
+    def faults(self, *found: str) -> list[Problem]:
+        """The faults among `found` that are not empty, as problems of this row."""
+        return [Problem(fault, self.where) for fault in found if fault]
+
+    def text_fault(self, key: str) -> str:
+        """What keeps a field from being text, or nothing."""
+        return string_fault(self.value[key], self.names[key])
+
+    def filled_fault(self, key: str) -> str:
+        """What keeps a field from being text that is not blank, or nothing."""
+        return self.text_fault(key) or ("" if self.value[key].strip() else f"`{self.names[key]}` is empty")
+
+
+@dataclass(frozen=True)
 class Shape:
     """A form: the keys that give it away, a row of it, and how its content is read."""
 
     keys: tuple[str, ...]
     example: str
-    read: Callable[[dict[str, Any], str], Content | list[Problem]]
+    read: Callable[[Given], Content | list[Problem]]
 
 
 # A key that gives away a form which is not trained yet, and the name people know that form by.
 OTHER_FORMS = {"chosen": "preference", "input_ids": "pre-tokenised"}
 
 
-def form_of(places: tuple[Place, ...], asked: Literal["auto"] | Form) -> Form:
+def form_of(places: tuple[Place, ...], asked: Literal["auto"] | Form, columns: Mapping[Any, str] | None = None) -> Form:
     """The form of the rows: the one asked for, or that of the first row. Raises InputError where it is none that trains."""
     if asked != "auto":
         return asked
-    first = next(read_rows(places))
+    first, names = next(read_rows(places)), Names.of_rows(columns or {})
     if isinstance(first, Problem):
         raise InputError(first)
     if not isinstance(first.value, dict):
         raise InputError(_not_an_object(first, "messages"))
-    if found := _looks_like(first.value):
+    if found := _looks_like(names.ours(first.value)):
         return found
-    raise InputError(_missing(first, "messages"))
+    raise InputError(_missing(first, "messages", names))
 
 
-def checked_rows(places: tuple[Place, ...], form: Form, problems: Problems, limit: int | None = None) -> Iterator[Sample]:
-    """The content of the first `limit` rows that are in order; what is wrong with the others goes to `problems`."""
+def checked_rows(places: tuple[Place, ...], form: Form, problems: Problems, limit: int | None = None, data: Data | None = None) -> Iterator[Sample]:
+    """The content of the first `limit` rows that are in order, read as `data` says; what is wrong with the others goes to `problems`."""
+    data = data or Data()
     for row in islice(read_rows(places), limit):
-        found = [row] if isinstance(row, Problem) else _content(row, form)
+        found = [row] if isinstance(row, Problem) else _content(row, form, data)
         if isinstance(found, list):
             problems.add(*found)
         else:
             yield Sample(row.where, found)
 
 
-def _content(row: Row, form: Form) -> Content | list[Problem]:
+def _content(row: Row, form: Form, data: Data) -> Content | list[Problem]:
     """What is trained on of `row`, or everything that keeps it from being trained on in this form."""
     if not isinstance(row.value, dict):
         return [_not_an_object(row, form)]
-    if any(key not in row.value for key in FORMS[form].keys):
-        return [_missing(row, form)]
-    tools = [Problem("`tools` are given, and training on tools comes later", row.where, "take them out")] if row.value.get("tools") else []
-    found = FORMS[form].read(row.value, row.where)
+    names = Names.of_rows(data.columns)
+    given = Given(names.ours(row.value), row.where, names, data)
+    if any(key not in given.value for key in FORMS[form].keys):
+        return [_missing(row, form, names)]
+    tools = [Problem("`tools` are given, and training on tools comes later", row.where, "take them out")] if given.value.get("tools") else []
+    found = FORMS[form].read(given)
     return tools + found if isinstance(found, list) else tools or found
 
 
@@ -111,73 +138,65 @@ def _not_an_object(row: Row, form: Form) -> Problem:
     return Problem(f"the row is {kind(row.value)}, not an object", row.where, f"a row looks like {FORMS[form].example}")
 
 
-def _missing(row: Row, form: Form) -> Problem:
+def _missing(row: Row, form: Form, names: Names) -> Problem:
     """A row without the keys of its form, or with those of one that comes later."""
-    if other := next((name for key, name in OTHER_FORMS.items() if key in row.value), None):
+    value = names.ours(row.value)
+    if other := next((name for key, name in OTHER_FORMS.items() if key in value), None):
         hint = f"to train what else is in the row, set data.form: {', '.join(FORMS)}"
         return Problem(f"rows of the {other} form: that form comes later", row.where, hint)
-    lacking = [key for key in FORMS[form].keys if key not in row.value]
-    what = f"no `{lacking[0]}` in the row; its keys: {', '.join(list(row.value)[:8]) or 'none'}"
-    if looks := _looks_like(row.value):
+    lacking = next(key for key in FORMS[form].keys if key not in value)
+    what = f"no `{names[lacking]}` in the row; its keys: {', '.join(list(row.value)[:8]) or 'none'}"
+    if looks := _looks_like(value):
         return Problem(what, row.where, f"it looks like the {looks} form: the rows of a job have one form, here {form}")
-    close = difflib.get_close_matches(lacking[0], row.value, n=1)
-    return Problem(what, row.where, f"did you mean {close[0]!r}?" if close else f"a row looks like {FORMS[form].example}")
+    if close := difflib.get_close_matches(names[lacking], row.value, n=1):
+        return Problem(what, row.where, f"did you mean {close[0]!r}?")
+    other_name = f"data.columns.{lacking} = {names[lacking]} is not what the file calls it"
+    return Problem(what, row.where, other_name if lacking in names else f"a row looks like {FORMS[form].example}, or data.columns names its keys")
 
 
-def _text(value: dict[str, Any], where: str) -> Content | list[Problem]:
-    fault = _text_fault(value, "text")
-    return [Problem(fault, where)] if fault else value["text"]
+def _text(row: Given) -> Content | list[Problem]:
+    return row.faults(row.filled_fault("text")) or row.value["text"]
 
 
-def _messages(value: dict[str, Any], where: str) -> Content | list[Problem]:
-    messages, faults = read_turns(value["messages"], MESSAGES, where)
+def _messages(row: Given) -> Content | list[Problem]:
+    messages, faults = read_turns(row.value["messages"], MESSAGES.called(row.data), row.where)
     return faults or Conversation(messages)
 
 
-def _sharegpt(value: dict[str, Any], where: str) -> Content | list[Problem]:
-    said, faults = _system(value, where)
-    messages, more = read_turns(value["conversations"], SHAREGPT, where)
+def _sharegpt(row: Given) -> Content | list[Problem]:
+    said, faults = _system(row)
+    messages, more = read_turns(row.value["conversations"], SHAREGPT.called(row.data), row.where)
     return faults + more or Conversation([*said, *messages])
 
 
-def _alpaca(value: dict[str, Any], where: str) -> Content | list[Problem]:
-    said, faults = _system(value, where)
-    faults += [Problem(fault, where) for key in ("instruction", "output") if (fault := _text_fault(value, key))]
-    given = value.get("input")
-    if given is not None and (fault := string_fault(given, "input")):
-        faults.append(Problem(fault, where))
-    if value.get("history"):
-        faults.append(Problem("`history` is given, which the alpaca form does not train", where, "write the turns as messages"))
+def _alpaca(row: Given) -> Content | list[Problem]:
+    said, faults = _system(row)
+    given = row.value.get("input")
+    faults += row.faults(row.filled_fault("instruction"), row.filled_fault("output"), "" if given is None else row.text_fault("input"))
+    if row.value.get("history"):
+        faults.append(Problem("`history` is given, which the alpaca form does not train", row.where, "write the turns as messages"))
     if faults:
         return faults
-    question = f"{value['instruction']}\n{given}" if given else value["instruction"]
-    return Conversation([*said, {"role": "user", "content": question}, {"role": "assistant", "content": value["output"]}])
+    question = f"{row.value['instruction']}\n{given}" if given else row.value["instruction"]
+    return Conversation([*said, {"role": "user", "content": question}, {"role": "assistant", "content": row.value["output"]}])
 
 
-def _prompt_completion(value: dict[str, Any], where: str) -> Content | list[Problem]:
-    prompt, completion = value["prompt"], value["completion"]
+def _prompt_completion(row: Given) -> Content | list[Problem]:
+    prompt, completion = row.value["prompt"], row.value["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        given, faults = read_turns(prompt, MESSAGES.at("prompt"), where, answered=False)
-        answer, more = read_turns(completion, MESSAGES.at("completion"), where)
+        given, faults = read_turns(prompt, MESSAGES.at("prompt").called(row.data), row.where, answered=False)
+        answer, more = read_turns(completion, MESSAGES.at("completion").called(row.data), row.where)
         return faults + more or Conversation([*given, *answer], num_given=len(given))
     if isinstance(prompt, list) or isinstance(completion, list):
-        what = f"`prompt` is {kind(prompt)} and `completion` is {kind(completion)}"
-        return [Problem(what, where, "both are text, or both are lists of messages")]
-    faults = [fault for fault in (string_fault(prompt, "prompt"), _text_fault(value, "completion")) if fault]
-    return [Problem(fault, where) for fault in faults] or Pair(prompt, completion)
+        what = f"`{row.names['prompt']}` is {kind(prompt)} and `{row.names['completion']}` is {kind(completion)}"
+        return [Problem(what, row.where, "both are text, or both are lists of messages")]
+    return row.faults(row.text_fault("prompt"), row.filled_fault("completion")) or Pair(prompt, completion)
 
 
-def _system(value: dict[str, Any], where: str) -> tuple[list[Message], list[Problem]]:
+def _system(row: Given) -> tuple[list[Message], list[Problem]]:
     """The system turn that stands beside a conversation, where there is one."""
-    said = value.get("system")
-    if not said:
-        return [], []
-    fault = string_fault(said, "system")
-    return [{"role": "system", "content": said}], [Problem(fault, where)] if fault else []
-
-
-def _text_fault(value: dict[str, Any], key: str) -> str:
-    return string_fault(value[key], key) or ("" if value[key].strip() else f"`{key}` is empty")
+    said = row.value.get("system")
+    return ([{"role": "system", "content": said}], row.faults(row.text_fault("system"))) if said else ([], [])
 
 
 # In the order in which a row is tried: a row of messages may have a text beside them.

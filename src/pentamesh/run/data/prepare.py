@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pentamesh.errors import InputError, Problem
-from pentamesh.job.job import Job
+from pentamesh.job.job import Data, Job
 from pentamesh.run.data.encode import Encode, encoder
 from pentamesh.run.data.forms import Conversation, Form, Sample, checked_rows, form_of
 from pentamesh.run.data.places import find_places
@@ -37,13 +37,13 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Source:
-    """Where the rows of a job come from: places of training rows, and either places or a share of held-out ones."""
+    """Where the rows of a job come from, places of training rows and either places or a share of held-out ones; and how they are read."""
 
     train: tuple[Place, ...]
     held_out: tuple[Place, ...]
     share: float | None
     form: Form
-    max_rows: int | None
+    data: Data
 
 
 def source(job: Job, base: Path) -> Source:
@@ -62,7 +62,7 @@ def source(job: Job, base: Path) -> Source:
         problems.append(Problem(f"a share of {share:g} cannot be held out", "data.held_out", "give a share such as 0.05, or a file"))
     if problems:
         raise InputError(*problems)
-    return Source(found["train"], found["held_out"], share, form_of(found["train"], data.form), data.max_rows)
+    return Source(found["train"], found["held_out"], share, form_of(found["train"], data.form, data.columns), data)
 
 
 def prepare(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Path, *, progress: Progress | None = None) -> Prepared:
@@ -137,8 +137,8 @@ def _key(row: Sample, seed: int) -> int:
 def survey(asked: Source, seed: int) -> tuple[frozenset[int], int]:
     """The keys of the held-out rows, and how many training rows repeat another. Raises InputError with all faults of all rows."""
     with Problems() as problems:
-        keys = array("Q", (_key(row, seed) for row in checked_rows(asked.train, asked.form, problems, asked.max_rows)))
-        held = frozenset(_key(row, seed) for row in checked_rows(asked.held_out, asked.form, problems))
+        keys = array("Q", (_key(row, seed) for row in checked_rows(asked.train, asked.form, problems, asked.data.max_rows, asked.data)))
+        held = frozenset(_key(row, seed) for row in checked_rows(asked.held_out, asked.form, problems, data=asked.data))
     distinct = np.unique(np.frombuffer(keys, np.uint64))  # sorted
     if asked.share is not None:
         held = frozenset(distinct[: max(1, round(asked.share * len(distinct)))].tolist())
@@ -151,14 +151,14 @@ def survey(asked: Source, seed: int) -> tuple[frozenset[int], int]:
 def _placed(asked: Source, held: frozenset[int], seed: int, problems: Problems) -> Iterator[tuple[str, Sample, str]]:
     """Every row with its split and, where it is not to be used, the reason: a held-out row is never trained on, however often it is there."""
     waiting = set(held) if asked.share is not None else set()
-    for row in checked_rows(asked.train, asked.form, problems, asked.max_rows):
+    for row in checked_rows(asked.train, asked.form, problems, asked.data.max_rows, asked.data):
         key = _key(row, seed)
         if key in waiting:
             waiting.remove(key)
             yield "held_out", row, ""
         else:
             yield "train", row, "equal_to_held_out" if key in held else ""
-    yield from (("held_out", row, "") for row in checked_rows(asked.held_out, asked.form, problems))
+    yield from (("held_out", row, "") for row in checked_rows(asked.held_out, asked.form, problems, data=asked.data))
 
 
 @dataclass

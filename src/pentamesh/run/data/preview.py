@@ -98,7 +98,7 @@ def collect(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, num_rows: 
     encode = encoder(tokenizer, asked.form)
     shown, lengths, num_trained, all_measured = [], [], 0, True
     with Problems() as problems:
-        rows = checked_rows(asked.train, asked.form, problems, asked.max_rows)
+        rows = checked_rows(asked.train, asked.form, problems, asked.data.max_rows, asked.data)
         for row in islice(rows, max_measured):
             encoded = encode(row)
             if not isinstance(encoded, Encoded):

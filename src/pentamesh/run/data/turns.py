@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pentamesh.errors import Problem
+from pentamesh.job.job import Data
+from pentamesh.run.data.names import Names
 
 __all__ = ["MESSAGES", "ROLES", "SHAREGPT", "Message", "Spelling", "kind", "read_turns", "string_fault"]
 
@@ -30,6 +32,11 @@ class Spelling:
     def at(self, field: str) -> Spelling:
         """The same in another field."""
         return replace(self, field=field)
+
+    def called(self, data: Data) -> Spelling:
+        """The same with the names that the files of a job use, and the roles that these have."""
+        names, field = Names.of_turns(data.columns), Names.of_rows(data.columns)[self.field]
+        return Spelling(field, names[self.role], names[self.content], {**self.roles, **data.roles})
 
     @property
     def example(self) -> str:
