@@ -26,6 +26,7 @@ __all__ = [
     "Optimizer",
     "Section",
     "Training",
+    "TurnField",
 ]
 
 
@@ -75,9 +76,8 @@ class Model(Section):
 
 
 # What rows and turns are made of, over all forms; `run/data/forms.py` and `turns.py` say which of them each form has.
-Column = Literal[
-    "messages", "conversations", "system", "instruction", "input", "output", "prompt", "completion", "text", "role", "content", "from", "value"
-]
+RowField = Literal["messages", "conversations", "system", "tools", "instruction", "input", "output", "prompt", "completion", "text"]
+TurnField = Literal["role", "content", "from", "value", "tool_calls", "reasoning_content"]
 
 
 class Data(Section):
@@ -94,11 +94,11 @@ class Data(Section):
     form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = Field(
         default="auto", description="Form of the rows, each shown in the guide on data; `auto` finds it from the first row."
     )
-    columns: dict[Column, Text] = Field(
+    columns: dict[Literal[RowField, TurnField], Text] = Field(
         default={},
         description="What the files call the fields of rows and turns that the form calls otherwise: `{messages: dialog, role: speaker}`.",
     )
-    roles: dict[Text, Literal["system", "user", "assistant"]] = Field(
+    roles: dict[Text, Literal["system", "user", "assistant", "tool"]] = Field(
         default={}, description="The role that a name in the files means, beside those that the form knows: `{customer: user, agent: assistant}`."
     )
     too_long: Literal["error", "drop", "truncate"] = Field(default="error", description="What happens to a row longer than `batch.seq_len`.")

@@ -11,6 +11,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tests.run.data.templates import FAMILIES, THOUGHTS
+
 CORPUS = ["system user assistant be kind hello there how are you fine thanks bye now café 1 2 3"] * 4 + [
     " be kind hello there how are you fine thanks bye now"
 ] * 4
@@ -53,7 +55,7 @@ STYLES: dict[str, dict[str, Any]] = {
         "eos_token": "<|end_of_text|>",
     },
     "mistral": {"template": MISTRAL, "special": ["<s>", "</s>", "[INST]", "[/INST]"], "bos_token": "<s>", "eos_token": "</s>"},
-}
+} | FAMILIES
 
 
 def make_tokenizer(style: str, template: str | None = "") -> PreTrainedTokenizerFast:
@@ -66,6 +68,8 @@ def make_tokenizer(style: str, template: str | None = "") -> PreTrainedTokenizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False))
     backend.add_special_tokens(special)
+    if style in FAMILIES:
+        backend.add_tokens(THOUGHTS)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **asked)
     tokenizer.chat_template = own if template == "" else template
     return tokenizer

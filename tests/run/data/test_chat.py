@@ -10,6 +10,7 @@ import pytest
 
 from pentamesh.errors import InputError
 from pentamesh.run.data.chat import Chat, encode_chat
+from pentamesh.run.data.turns import Conversation, answers
 
 
 def trained_indices(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
@@ -17,7 +18,7 @@ def trained_indices(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]
 
 
 def trained_text(tokenizer: Any, messages: list[dict[str, str]]) -> list[str]:
-    text, spans = Chat.of(tokenizer).spans(messages)
+    text, spans = Chat.of(tokenizer).spans(Conversation(messages, answers(messages)))
     return [text[start:stop] for start, stop in spans]
 
 

@@ -12,16 +12,21 @@ import pytest
 from pentamesh.errors import InputError
 from pentamesh.job.job import Data, Job
 from pentamesh.run.data.encode import encoder
-from pentamesh.run.data.forms import FORMS, Conversation, Form, Given, Pair, Sample, checked_rows, form_of
+from pentamesh.run.data.forms import FORMS, Form, Given, Pair, Sample, checked_rows, form_of
 from pentamesh.run.data.prepare import prepare
 from pentamesh.run.data.rows import Problems
 from pentamesh.run.data.tokens import Encoded
+from pentamesh.run.data.turns import Conversation, answers
 
 
 def read(path: Path, form: Form | None = None, **data: Any) -> list[Sample]:
     asked = Data.model_validate(data)
     with Problems() as problems:
         return list(checked_rows((path,), form or form_of((path,), "auto", asked.columns), problems, data=asked))
+
+
+def conversation(messages: list[Any], num_given: int = 0) -> Conversation:
+    return Conversation(messages, answers(messages, num_given))
 
 
 def turns(*said: tuple[str, str]) -> list[dict[str, str]]:
@@ -59,7 +64,7 @@ SPELLED: list[tuple[dict[str, Any], Form, Any]] = [
 def test_other_spellings_of_a_conversation(write_rows: Any, row: dict[str, Any], form: Form, messages: list[Any]) -> None:
     path = write_rows([row])
     assert form_of((path,), "auto") == form
-    assert [sample.content for sample in read(path)] == [Conversation(messages)]
+    assert [sample.content for sample in read(path)] == [conversation(messages)]
 
 
 @pytest.mark.parametrize(("row", "form", "messages"), SPELLED)
@@ -126,7 +131,7 @@ def test_names_of_fields_and_roles_are_as_the_job_says(write_rows: Any, case: st
     data, row, form, messages = RENAMED[case]
     path = write_rows([row])
     assert form_of((path,), "auto", data.get("columns")) == form
-    assert [sample.content for sample in read(path, **data)] == [Conversation(messages)]
+    assert [sample.content for sample in read(path, **data)] == [conversation(messages)]
 
 
 RENAMED_FAULTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -203,14 +208,14 @@ MARKED = """{%- for m in messages -%}
 
 def test_answers_in_the_prompt_are_not_trained_where_the_template_marks_them(styled: Any, talk: Any) -> None:
     tokenizer = styled("chatml", MARKED)
-    found = encoded(tokenizer, Conversation(talk("hello", "fine thanks", "how", "bye now"), num_given=3))
+    found = encoded(tokenizer, conversation(talk("hello", "fine thanks", "how", "bye now"), num_given=3))
     assert tokenizer.decode(found.ids[found.trained]) == "bye now<|im_end|>"
 
 
 def test_pairs_need_no_template_and_lists_of_messages_do(styled: Any, talk: Any) -> None:
     bare = styled("chatml", None)
     assert encoded(bare, Pair("hello", " fine")).num_trained
-    found = encoder(bare, "prompt_completion")(Sample("a.jsonl:3", Conversation(talk("hello", "fine"), 1)))
+    found = encoder(bare, "prompt_completion")(Sample("a.jsonl:3", conversation(talk("hello", "fine"), 1)))
     assert isinstance(found, list)
     assert found[0].where == "a.jsonl:3"
     assert "no chat template" in found[0].what
@@ -235,11 +240,9 @@ FAULTS: list[tuple[Form, dict[str, Any], str]] = [
     ("sharegpt", {"conversations": [{"from": "gpt"}]}, "`conversations[0]` has no `value`"),
     ("sharegpt", {"conversations": [{"from": "gpt", "value": 1}]}, "`conversations[0].value` is a number"),
     ("sharegpt", {"conversations": [{"from": "gpt", "value": " "}]}, "`conversations[0].value` is empty: the assistant would learn to say nothing"),
-    ("sharegpt", {"conversations": [{"from": "function_call", "value": "x"}]}, "training on tools comes later"),
     ("sharegpt", {"conversations": [{"from": "GPT", "value": "x"}]}, "did you mean 'gpt'"),
     ("sharegpt", {"conversations": [{"from": "bot", "value": "x"}]}, "did you mean 'assistant'"),
     ("sharegpt", {"conversations": [{"from": "human", "value": "x"}]}, "no assistant turn: nothing to train"),
-    ("sharegpt", {"conversations": [{"from": "gpt", "value": "x"}], "tools": "[{}]"}, "`tools` are given"),
     ("prompt_completion", {"prompt": "x"}, "no `completion` in the row"),
     ("prompt_completion", {"prompt": None, "completion": "y"}, "`prompt` is null, not a string"),
     ("prompt_completion", {"prompt": "x", "completion": ""}, "`completion` is empty"),
@@ -271,7 +274,7 @@ def test_messages_beside_preferences_are_trained_when_asked_for(write_rows: Any,
     path = write_rows([{"messages": talk("hello", "fine"), "chosen": talk("hello", "fine"), "rejected": talk("hello", "bye")}])
     with pytest.raises(InputError, match=r"rows of the preference form(.|\n)*set data\.form: messages"):
         form_of((path,), "auto")
-    assert [sample.content for sample in read(path, "messages")] == [Conversation(talk("hello", "fine"))]
+    assert [sample.content for sample in read(path, "messages")] == [conversation(talk("hello", "fine"))]
 
 
 def test_every_form_is_in_the_job_and_its_example_is_of_the_form() -> None:
@@ -285,7 +288,6 @@ def test_every_form_is_in_the_job_and_its_example_is_of_the_form() -> None:
 
 def test_real_alpaca_and_sharegpt_rows(shared: Path) -> None:
     assert len(read(shared / "data/instruct/self_instruct_alpaca_427.json")) == 427
-    with pytest.raises(InputError, match=r"training on tools comes later|`tools` are given"):
-        read(shared / "data/chat/glaive_toolcall_sharegpt_300.json")
+    assert len(read(shared / "data/chat/glaive_toolcall_sharegpt_300.json")) == 300
     with pytest.raises(InputError, match="preference"):
         read(shared / "data/preference/dpo_en_sharegpt_300.json")

@@ -1,34 +1,35 @@
-"""Chat: a conversation through the model's own template, and which of its tokens the assistant has to produce.
+"""Chat: a conversation through the model's own template, and which of its tokens are trained.
 
-What is trained of a turn is what the model would have to write after the generation prompt: the answer and its end-of-turn token. The
-header before it and the white space behind it come from the template. A template that marks `{% generation %}` says so itself; for any other
-the turn is found by rendering.
+A template that marks `{% generation %}` says itself what the assistant writes; for any other, `spans` finds it by rendering.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from pentamesh.errors import InputError
+from pentamesh.errors import InputError, Problem
+from pentamesh.run.data.shown import shape, unseen
+from pentamesh.run.data.spans import PLACE, Ends, Rendered, Span
 from pentamesh.run.data.tokens import Encoded
-from pentamesh.run.data.turns import Message
+from pentamesh.run.data.turns import REASONING, Conversation, Message, answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Chat", "encode_chat"]
+__all__ = ["ADD_GENERATION", "Chat", "encode_chat"]
 
-Span = tuple[int, int]  # characters of the rendered text, from and up to
-
-# Stands in for an answer: private-use characters, so that no template trims, splits or interprets it.
-PLACE = "\ue0f0\ue0f1\ue0f2"
 ADD_GENERATION = "mark the assistant's part of the template with {% generation %} ... {% endgeneration %}"
+# A call as a template meets it, to see whether it wants the arguments as an object or as text. Ids of nine letters: Mistral asks for them.
+CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {"k": "v"}}}
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Encoded:
@@ -36,7 +37,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> 
 
     Raises: InputError, when the tokenizer has no usable template or the template refuses the conversation.
     """
-    return Chat.of(tokenizer).encode(messages)
+    return Chat.of(tokenizer).encode(Conversation(messages, answers(messages)))
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,14 @@ class Chat:
     """A tokenizer's chat template, ready to encode.
 
     marks   the template says itself, by `{% generation %}`, what the assistant writes
-    ends    the added tokens, any of which may end a turn; longest first
+    faults  of conversations of each shape, what the template does not show of them
     """
 
     tokenizer: Any
     template: str
     marks: bool
-    ends: tuple[str, ...]
+    ends: Ends
+    faults: dict[tuple[object, ...], list[Problem]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Chat:
@@ -62,16 +64,11 @@ class Chat:
         except ValueError as error:
             hint = "take an instruct model, put a `chat_template` into its tokenizer_config.json, or train on `text` rows"
             raise InputError("the model has no chat template, so `messages` cannot be rendered", where="model.name", hint=hint) from error
-        added = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
-        ends = tuple(sorted((token for token in added if token.strip()), key=len, reverse=True))
-        return cls(tokenizer, template, bool(re.search(r"\{%-?\s*generation\s*-?%\}", template)), ends)
+        return cls(tokenizer, template, bool(re.search(r"\{%-?\s*generation\s*-?%\}", template)), _ends(tokenizer))
 
-    def encode(self, messages: list[Message], num_given: int = 0) -> Encoded:
-        """The tokens of `messages`, tokenised once as a whole; a token is trained when it reaches into a trained span.
-
-        Turns among the first `num_given` messages are read and not trained.
-        """
-        text, spans = self.spans(messages, num_given)
+    def encode(self, talk: Conversation) -> Encoded:
+        """The tokens of a conversation, tokenised once as a whole; a token is trained when it reaches into a trained span."""
+        text, spans = self.spans(talk)
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts, stops = np.array(found["offset_mapping"], np.int64).reshape(-1, 2).T
         trained = np.zeros(len(starts), bool)
@@ -79,73 +76,124 @@ class Chat:
             trained |= (stops > start) & (starts < stop)
         return Encoded(np.array(found["input_ids"], np.int32), trained)
 
-    def spans(self, messages: list[Message], num_given: int = 0) -> tuple[str, list[Span]]:
-        """The rendered conversation and, turn by turn, the characters that are trained."""
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        trained = [i for i in turns if i >= num_given]
-        if self.marks:
-            text, spans = self._marked(messages)
-            if len(trained) < len(turns) != len(spans):
-                raise InputError(f"the chat template marks {len(spans)} spans for {len(turns)} answers, so the given ones cannot be told")
-            return text, spans[len(turns) - len(trained) :]
-        text = self._render(messages)
-        return text, [self._span(text, messages, i) for i in trained]
+    def spans(self, talk: Conversation) -> tuple[str, list[Span]]:
+        """The rendered conversation and, turn by turn, the characters that are trained.
 
-    def _marked(self, messages: list[Message]) -> tuple[str, list[Span]]:
+        Raises InputError where the template refuses the conversation, does not show all of it, or shows a turn so that it cannot be found.
+        """
+        text, spans = self._marked(talk) if self.marks else self._found(talk, self._render(talk), talk.trained)
+        if self._ends_no_turn and talk.trained[-1:] == (len(talk.messages) - 1,):
+            text += self.tokenizer.eos_token
+            spans[-1] = (spans[-1][0], len(text))
+        key = shape(talk)
+        if key not in self.faults:
+            self.faults[key] = unseen(talk, self._render)
+        if self.faults[key]:
+            raise InputError(*self.faults[key])
+        return text, spans
+
+    def _found(self, talk: Conversation, text: str, turns: Iterable[int]) -> tuple[str, list[Span]]:
+        shown = Rendered(
+            talk.messages, text, lambda messages, prompt: self._render(replace(talk, messages=messages), prompt), self._prompt, self.ends
+        )
+        spans = []
+        for i in turns:
+            if (span := shown.span(i)) is None:
+                raise InputError(f"the chat template renders messages[{i}] differently inside the conversation than alone", hint=ADD_GENERATION)
+            spans.append(span)
+        return text, spans
+
+    def _marked(self, talk: Conversation) -> tuple[str, list[Span]]:
+        """The text, and its spans as the template marks them."""
         try:
             texts, marked = render_jinja_template(
-                [messages], chat_template=self.template, return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map
+                [self._spelled(talk.messages)],
+                tools=talk.tools or None,  # pyright: ignore[reportArgumentType]
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
             )
         except Exception as error:
             raise _refused(error) from error
-        spans: Any = marked[0]  # declared as text by transformers
-        return texts[0], [self._ended(texts[0], start, stop) for start, stop in spans]
+        marks: Any = marked[0]  # declared as text by transformers
+        spans, turns = [self.ends.after(texts[0], start, stop) for start, stop in marks], answers(talk.messages)
+        if talk.trained == turns:
+            return texts[0], spans
+        if len(spans) != len(turns):
+            raise InputError(f"the chat template marks {len(spans)} spans for {len(turns)} answers, so those that are not trained cannot be told")
+        return texts[0], [span for i, span in zip(turns, spans, strict=True) if i in talk.trained]
 
-    def _render(self, messages: list[Message], prompt: bool = False) -> str:
+    def _render(self, talk: Conversation, prompt: bool = False) -> str:
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+            return self.tokenizer.apply_chat_template(
+                self._spelled(talk.messages), tools=talk.tools or None, tokenize=False, add_generation_prompt=prompt
+            )
         except Exception as error:  # a template is a foreign program: it may raise anything
             raise _refused(error) from error
 
-    def _span(self, text: str, messages: list[Message], i: int) -> Span:
-        span = self._by_prefix(text, messages, i) or self._by_place(text, messages, i)
-        if span is None:
-            raise InputError(f"the chat template renders messages[{i}] differently inside the conversation than alone", hint=ADD_GENERATION)
-        return span
+    def _spelled(self, messages: list[Message]) -> list[Message]:
+        """The messages with thoughts under the name that the template reads, and arguments as it takes them."""
+        return [self._spelled_message(m) if "tool_calls" in m or "reasoning_content" in m else m for m in messages]
 
-    def _by_prefix(self, text: str, messages: list[Message], i: int) -> Span | None:
-        """From the end of the generation prompt to the end of the turn, where both are beginnings of the whole text."""
+    def _spelled_message(self, message: Message) -> Message:
+        found = dict(message)
+        if "reasoning_content" in found:
+            found[self._thoughts] = found.pop("reasoning_content")
+        if "tool_calls" in found and self._arguments_as_text:
+            found["tool_calls"] = [_with_text(call) for call in found["tool_calls"]]
+        return found
+
+    @cached_property
+    def _thoughts(self) -> str:
+        """The field in which the template looks for thoughts."""
+        return next((name for name in REASONING if re.search(rf"\b{name}\b", self.template)), REASONING[0])
+
+    @cached_property
+    def _prompt(self) -> str:
+        """What the template puts before any answer that the model is to write, where it does."""
+        question = Conversation([{"role": "user", "content": "x"}], ())
         try:
-            bare, prompt, turn = self._render(messages[:i]), self._render(messages[:i], prompt=True), self._render(messages[: i + 1])
-        except InputError:  # some templates refuse half a conversation, and none takes an empty one
-            return None
-        if prompt == bare or not turn.startswith(prompt) or not text.startswith(turn):
-            return None
-        return self._ended(text, len(prompt), len(turn))
+            bare, prompted = self._render(question), self._render(question, prompt=True)
+        except InputError:
+            return ""
+        return prompted.removeprefix(bare) if prompted.startswith(bare) else ""
 
-    def _by_place(self, text: str, messages: list[Message], i: int) -> Span | None:
-        """Where the answer stands when another one leaves the rest of the text as it is, up to the token that ends the turn.
+    @cached_property
+    def _ends_no_turn(self) -> bool:
+        """Whether nothing says that the last turn has ended, and there is an end of text to say it."""
+        try:
+            text = self._render(Conversation([{"role": "user", "content": "x"}, {"role": "assistant", "content": PLACE}], ()))
+        except InputError:
+            return False
+        return bool(self.tokenizer.eos_token) and text.rstrip().endswith(PLACE)
 
-        For templates without a generation prompt (Mistral), and those that show a turn differently once others follow (Qwen3).
-        """
-        framed = self._render([*messages[:i], {**messages[i], "content": PLACE}, *messages[i + 1 :]])
-        before, place, after = framed.partition(PLACE)
-        start, stop = len(before), len(text) - len(after)
-        if not place or PLACE in after or start > stop or not text.startswith(before) or not text.endswith(after):
-            return None
-        behind = stop + len(after) - len(after.lstrip())
-        end = self._end_at(text, behind)
-        return start, behind + len(end) if end else stop
+    @cached_property
+    def _arguments_as_text(self) -> bool:
+        """Whether the template refuses arguments that are an object, or prints one as Python does, and takes them as text (DeepSeek)."""
+        return not self._takes(CALL) and self._takes(_with_text(CALL))
 
-    def _ended(self, text: str, start: int, stop: int) -> Span:
-        """The span up to its end-of-turn token: without the white space behind it, or with the one that a mark has left out."""
-        body = text[start:stop].rstrip()
-        if body.endswith(self.ends):
-            return start, start + len(body)
-        return start, stop + len(self._end_at(text, stop)) if self.marks else stop
+    def _takes(self, call: dict[str, Any]) -> bool:
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # of a foreign program
+            return False
+        return "{'k'" not in text
 
-    def _end_at(self, text: str, position: int) -> str:
-        return next((token for token in self.ends if text.startswith(token, position)), "")
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+def _ends(tokenizer: Any) -> Ends:
+    added = tokenizer.added_tokens_decoder.values()
+    special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+
+    def longest_first(tokens: set[str]) -> tuple[str, ...]:
+        return tuple(sorted((token for token in tokens if token.strip()), key=len, reverse=True))
+
+    return Ends(longest_first(special), longest_first(special | {str(token) for token in added}))
 
 
 def _refused(error: Exception) -> InputError:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from pentamesh.errors import InputError, Problem
 from pentamesh.run.data.chat import ADD_GENERATION, Chat
-from pentamesh.run.data.forms import Conversation, Form, Pair, Sample
+from pentamesh.run.data.forms import Form, Pair, Sample
 from pentamesh.run.data.tokens import Encoded, encode_pair, encode_text
+from pentamesh.run.data.turns import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +42,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, form: Form) -> Encode:
 
 def _conversation(chat: Callable[[], Chat], content: Conversation, where: str) -> Encoded | list[Problem]:
     try:
-        encoded = chat().encode(content.messages, content.num_given)
+        encoded = chat().encode(content)
     except InputError as error:
         return [replace(problem, where=where) for problem in error.problems]
     if not encoded.num_trained:

@@ -13,27 +13,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
 
 from pentamesh.errors import InputError, Problem
 from pentamesh.job.job import Data
+from pentamesh.run.data.kinds import kind, string_fault
 from pentamesh.run.data.names import Names
 from pentamesh.run.data.rows import Place, Problems, Row, read_rows
-from pentamesh.run.data.turns import MESSAGES, SHAREGPT, Message, kind, read_turns, string_fault
+from pentamesh.run.data.tools import read_tools
+from pentamesh.run.data.turns import MESSAGES, SHAREGPT, Conversation, Message, answers, read_turns
 
-__all__ = ["FORMS", "Content", "Conversation", "Form", "Pair", "Sample", "checked_rows", "form_of"]
+__all__ = ["FORMS", "Content", "Form", "Given", "Pair", "Sample", "checked_rows", "form_of"]
 
 Form = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Turns for the chat template; the assistant's are trained, without those among the first `num_given`."""
-
-    messages: list[Message]
-    num_given: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,9 +117,15 @@ def _content(row: Row, form: Form, data: Data) -> Content | list[Problem]:
     given = Given(names.ours(row.value), row.where, names, data)
     if any(key not in given.value for key in FORMS[form].keys):
         return [_missing(row, form, names)]
-    tools = [Problem("`tools` are given, and training on tools comes later", row.where, "take them out")] if given.value.get("tools") else []
     found = FORMS[form].read(given)
-    return tools + found if isinstance(found, list) else tools or found
+    tools, faults = read_tools(given.value.get("tools"), names["tools"], row.where)
+    if isinstance(found, list) or faults:
+        return (found if isinstance(found, list) else []) + faults
+    if tools and not isinstance(found, Conversation):
+        return [
+            Problem(f"`{names['tools']}` are given, and text has no turns that call them", row.where, "take them out, or write the row as messages")
+        ]
+    return replace(found, tools=tools) if isinstance(found, Conversation) and tools else found
 
 
 def _looks_like(value: dict[str, Any]) -> Form | None:
@@ -160,13 +160,13 @@ def _text(row: Given) -> Content | list[Problem]:
 
 def _messages(row: Given) -> Content | list[Problem]:
     messages, faults = read_turns(row.value["messages"], MESSAGES.called(row.data), row.where)
-    return faults or Conversation(messages)
+    return faults or Conversation(messages, answers(messages))
 
 
 def _sharegpt(row: Given) -> Content | list[Problem]:
     said, faults = _system(row)
     messages, more = read_turns(row.value["conversations"], SHAREGPT.called(row.data), row.where)
-    return faults + more or Conversation([*said, *messages])
+    return faults + more or Conversation([*said, *messages], answers([*said, *messages]))
 
 
 def _alpaca(row: Given) -> Content | list[Problem]:
@@ -178,7 +178,8 @@ def _alpaca(row: Given) -> Content | list[Problem]:
     if faults:
         return faults
     question = f"{row.value['instruction']}\n{given}" if given else row.value["instruction"]
-    return Conversation([*said, {"role": "user", "content": question}, {"role": "assistant", "content": row.value["output"]}])
+    messages = [*said, {"role": "user", "content": question}, {"role": "assistant", "content": row.value["output"]}]
+    return Conversation(messages, answers(messages))
 
 
 def _prompt_completion(row: Given) -> Content | list[Problem]:
@@ -186,7 +187,7 @@ def _prompt_completion(row: Given) -> Content | list[Problem]:
     if isinstance(prompt, list) and isinstance(completion, list):
         given, faults = read_turns(prompt, MESSAGES.at("prompt").called(row.data), row.where, answered=False)
         answer, more = read_turns(completion, MESSAGES.at("completion").called(row.data), row.where)
-        return faults + more or Conversation([*given, *answer], num_given=len(given))
+        return faults + more or Conversation([*given, *answer], answers([*given, *answer], len(given)))
     if isinstance(prompt, list) or isinstance(completion, list):
         what = f"`{row.names['prompt']}` is {kind(prompt)} and `{row.names['completion']}` is {kind(completion)}"
         return [Problem(what, row.where, "both are text, or both are lists of messages")]

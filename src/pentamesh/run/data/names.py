@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
-__all__ = ["TURN_FIELDS", "Names"]
+from pentamesh.job.job import TurnField
 
-# The keys of `data.columns` that are fields of a turn; the others are fields of a row.
-TURN_FIELDS = frozenset({"role", "content", "from", "value"})
+__all__ = ["Names"]
+
+TURN_FIELDS = get_args(TurnField)
 
 
 class Names(dict[str, str]):

@@ -21,11 +21,12 @@ import numpy as np
 from pentamesh.errors import InputError, Problem
 from pentamesh.job.job import Data, Job
 from pentamesh.run.data.encode import Encode, encoder
-from pentamesh.run.data.forms import Conversation, Form, Sample, checked_rows, form_of
+from pentamesh.run.data.forms import Form, Sample, checked_rows, form_of
 from pentamesh.run.data.places import find_places
 from pentamesh.run.data.rows import MAX_PLACES, HubSplit, Place, Problems
 from pentamesh.run.data.samples import MANIFEST, SCHEMA, VERSION, Prepared, SampleWriter, check_replaceable, open_prepared
 from pentamesh.run.data.tokens import Encoded, cut_to
+from pentamesh.run.data.turns import Conversation, answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -128,7 +129,7 @@ def _key(row: Sample, seed: int) -> int:
     Two different rows of a million share a key with a probability of 3e-8 (birthday bound, n^2 / 2^65).
     """
     said = row.content
-    if isinstance(said, Conversation) and not said.num_given:
+    if isinstance(said, Conversation) and not said.tools and said.trained == answers(said.messages):
         said = said.messages
     content = json.dumps(said, sort_keys=True, default=vars).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8, salt=seed.to_bytes(16, "little")).digest(), "little")

@@ -3,31 +3,54 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pentamesh.errors import Problem
 from pentamesh.job.job import Data
+from pentamesh.run.data.kinds import kind, string_fault
 from pentamesh.run.data.names import Names
+from pentamesh.run.data.tools import Function, read_calls
 
-__all__ = ["MESSAGES", "ROLES", "SHAREGPT", "Message", "Spelling", "kind", "read_turns", "string_fault"]
+__all__ = ["MESSAGES", "REASONING", "SHAREGPT", "Conversation", "Message", "Spelling", "answers", "read_turns"]
 
 Message = dict[str, Any]
-ROLES = ("system", "user", "assistant")
 
 # Fields that would change what is trained; ignoring them would train something else in silence.
-UNHEARD = {"tool_calls": "tool calls", "weight": "weights of single turns"}
-TOOL_ROLES = ("tool", "tools", "function", "function_call", "observation", "ipython")
+UNHEARD = {"weight": "weights of single turns"}
+# What a result of a tool is called, by whoever shows it to the model.
+TOOL_ROLES = dict.fromkeys(("tool", "tools", "ipython", "observation", "function"), "tool")
+# The turn of sharegpt whose value is a call, or a list of calls.
+CALLING = "function_call"
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for the chat template, the tools that are offered in it, and which of the messages are trained.
+
+    A message has a role of ours and a content; one of the assistant may have `tool_calls`, with arguments as objects, and `reasoning_content`.
+    """
+
+    messages: list[Message]
+    trained: tuple[int, ...]
+    tools: list[Function] = field(default_factory=list)
+
+
+def answers(messages: list[Message], num_given: int = 0) -> tuple[int, ...]:
+    """The turns of the assistant that come after the first `num_given` messages."""
+    return tuple(i for i, message in enumerate(messages) if i >= num_given and message["role"] == "assistant")
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """How rows spell a conversation: the field it lies in, the keys of a turn, and the role that each name means."""
+    """How rows spell a conversation: the field it lies in, the keys of a turn, the role that each name means, and what else is renamed."""
 
     field: str
     role: str
     content: str
     roles: dict[str, str]
+    names: Names
 
     def at(self, field: str) -> Spelling:
         """The same in another field."""
@@ -35,8 +58,8 @@ class Spelling:
 
     def called(self, data: Data) -> Spelling:
         """The same with the names that the files of a job use, and the roles that these have."""
-        names, field = Names.of_turns(data.columns), Names.of_rows(data.columns)[self.field]
-        return Spelling(field, names[self.role], names[self.content], {**self.roles, **data.roles})
+        names, place = Names.of_turns(data.columns), Names.of_rows(data.columns)[self.field]
+        return Spelling(place, names[self.role], names[self.content], {**self.roles, **data.roles}, names)
 
     @property
     def example(self) -> str:
@@ -45,9 +68,13 @@ class Spelling:
         return f'"{self.field}": [{", ".join(turns)}]'
 
 
-MESSAGES = Spelling("messages", "role", "content", {role: role for role in ROLES})
+MESSAGES = Spelling("messages", "role", "content", {role: role for role in ("system", "user", "assistant")} | TOOL_ROLES, Names())
 SHAREGPT = Spelling(
-    "conversations", "from", "value", {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
+    "conversations",
+    "from",
+    "value",
+    {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant", CALLING: "assistant"} | TOOL_ROLES,
+    Names(),
 )
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant", "developer": "system"}
 
@@ -59,33 +86,65 @@ def read_turns(turns: Any, spelling: Spelling, where: str, *, answered: bool = T
         return [], [Problem(f"`{field}` is {kind(turns)}, not a list", where, f"a row looks like {{{spelling.example}}}")]
     if not turns:
         return [], [Problem(f"`{field}` is empty", where)]
-    if found := [fault for i, turn in enumerate(turns) for fault in _turn_faults(turn, spelling.at(f"{field}[{i}]"), where)]:
-        return [], found
-    messages = [_message(turn, spelling) for turn in turns]
-    if answered and all(message["role"] != "assistant" for message in messages):
+    read = [_turn(turn, spelling.at(f"{field}[{i}]"), where) for i, turn in enumerate(turns)]
+    if faults := [fault for _, found in read for fault in found]:
+        return [], faults
+    messages = [message for message, _ in read]
+    if answered and not answers(messages):
         return [], [Problem("no assistant turn: nothing to train", where, "take the row out, or give it an answer")]
     return messages, []
 
 
-def _message(turn: Message, spelling: Spelling) -> Message:
-    """The turn as a message; what else it says stays, since templates may read it."""
-    rest = {key: value for key, value in turn.items() if key not in (spelling.role, spelling.content)}
-    return {"role": spelling.roles[turn[spelling.role]], "content": turn[spelling.content]} | rest
-
-
-def _turn_faults(turn: Any, spelling: Spelling, where: str) -> list[Problem]:
-    field = spelling.field
+def _turn(turn: Any, spelling: Spelling, where: str) -> tuple[Message, list[Problem]]:
+    """A turn as a message, and what is wrong with it; what else it says stays, since templates may read it."""
     if not isinstance(turn, dict):
-        return [Problem(f"`{field}` is {kind(turn)}, not an object", where, f'a turn has a "{spelling.role}" and a "{spelling.content}"')]
+        example = f'a turn has a "{spelling.role}" and a "{spelling.content}"'
+        return {}, [Problem(f"`{spelling.field}` is {kind(turn)}, not an object", where, example)]
     if spelling.role not in turn:
-        return [Problem(f"`{field}` has no `{spelling.role}`", where, _other_spelling(turn) or f"roles: {', '.join(spelling.roles)}")]
-    found = [Problem(f"`{field}.{key}`: {name} come later", where) for key, name in UNHEARD.items() if turn.get(key) not in (None, [], 1)]
-    role = turn[spelling.role]
-    if not isinstance(role, str) or role not in spelling.roles:
-        found.append(_role_fault(role, spelling, where))
-    if fault := _content_fault(turn, spelling):
-        found.append(Problem(fault, where))
-    return found
+        hint = _other_spelling(turn) or f"roles: {', '.join(spelling.roles)}"
+        return {}, [Problem(f"`{spelling.field}` has no `{spelling.role}`", where, hint)]
+    name = turn[spelling.role]
+    role = spelling.roles.get(name) if isinstance(name, str) else None
+    rest = spelling.names.ours({key: value for key, value in turn.items() if value is not None and key not in (spelling.role, spelling.content)})
+    faults = [Problem(f"`{spelling.field}.{key}`: {said} come later", where) for key, said in UNHEARD.items() if rest.get(key) not in (None, 1)]
+    faults += [] if role else [_role_fault(name, spelling, where)]
+    calls, more = _calls(turn, rest, role, spelling, where)
+    reasoned, fault = _reasoning(rest, role, spelling)
+    faults += more + [Problem(what, where) for what in (fault, _content_fault(turn, role, spelling, calling=bool(calls or more))) if what]
+    content = (turn.get(spelling.content) if name != CALLING else None) or ""
+    return {"role": role, "content": content} | calls | reasoned | rest, faults
+
+
+def _calls(turn: Message, rest: Message, role: str | None, spelling: Spelling, where: str) -> tuple[Message, list[Problem]]:
+    """The tool calls of a turn, which are taken from the `rest` of its fields."""
+    named = {spelling.names[key]: value for key in ("tool_calls", "function_call") if (value := rest.pop(key, None))}
+    if turn[spelling.role] == CALLING:
+        named = {spelling.content: turn.get(spelling.content)} | named
+    if not named:
+        return {}, []
+    places = [f"`{spelling.field}.{key}`" for key in named]
+    if len(named) > 1:
+        return {}, [Problem(f"{' and '.join(places)} are both given", where, "keep one of them")]
+    if role not in (None, "assistant"):
+        return {}, [Problem(f"{places[0]} is given, and the role is {turn[spelling.role]}", where, "only the assistant calls tools")]
+    ((key, value),) = named.items()
+    calls, faults = read_calls(value, f"{spelling.field}.{key}", where)
+    return {"tool_calls": calls} if calls else {}, faults
+
+
+def _reasoning(rest: Message, role: str | None, spelling: Spelling) -> tuple[Message, str]:
+    """What the assistant thought before its answer, under one name, taken from the `rest` of a turn's fields; and what is wrong with it."""
+    given = {key: rest.pop(key) for key in REASONING if key in rest}
+    given = {key: value for key, value in given.items() if value and not (isinstance(value, str) and value.isspace())}
+    places = [f"{spelling.field}.{spelling.names[key]}" for key in given]
+    for place, value in zip(places, given.values(), strict=True):
+        if fault := string_fault(value, place):
+            return {}, fault
+    if given and role not in (None, "assistant"):
+        return {}, f"`{places[0]}` is given, and only the assistant reasons"
+    if len(set(given.values())) > 1:
+        return {}, f"{' and '.join(f'`{place}`' for place in places)} are both given and differ"
+    return ({"reasoning_content": next(iter(given.values()))} if given else {}), ""
 
 
 def _other_spelling(turn: Message) -> str:
@@ -95,38 +154,21 @@ def _other_spelling(turn: Message) -> str:
     return ""
 
 
-def _content_fault(turn: Message, spelling: Spelling) -> str:
-    field = f"{spelling.field}.{spelling.content}"
+def _content_fault(turn: Message, role: str | None, spelling: Spelling, *, calling: bool) -> str:
+    """What keeps the content from being read; beside tool calls there need be none."""
+    field, content = f"{spelling.field}.{spelling.content}", turn.get(spelling.content)
+    if calling and (content is None or turn[spelling.role] == CALLING):
+        return ""
     if spelling.content not in turn:
         return f"`{spelling.field}` has no `{spelling.content}`"
-    if fault := string_fault(turn[spelling.content], field):
+    if fault := string_fault(content, field):
         return fault
-    role = turn[spelling.role]
-    silent = isinstance(role, str) and spelling.roles.get(role) == "assistant" and not turn[spelling.content].strip()
+    silent = role == "assistant" and not calling and not turn[spelling.content].strip()
     return f"`{field}` is empty: the assistant would learn to say nothing" if silent else ""
 
 
 def _role_fault(role: Any, spelling: Spelling, where: str) -> Problem:
     what, name = f"`{spelling.field}.{spelling.role}` is {role!r}", str(role).lower()
-    if name in TOOL_ROLES:
-        return Problem(what, where, f"training on tools comes later; roles: {', '.join(spelling.roles)}")
     meant = OTHER_ROLES.get(name) if spelling.roles.get(name) is None else name
     known = meant if meant in spelling.roles else next(iter(difflib.get_close_matches(name, spelling.roles, n=1)), None)
-    return Problem(what, where, f"did you mean {known!r}?" if known else f"roles: {', '.join(spelling.roles)}")
-
-
-def string_fault(value: Any, field: str) -> str:
-    """What keeps a value from being text for a tokenizer, or nothing."""
-    if not isinstance(value, str):
-        return f"`{field}` is {kind(value)}, not a string"
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair; no tokenizer takes it
-        return f"`{field}` has half of a surrogate pair at character {error.start}"
-    return ""
-
-
-def kind(value: Any) -> str:
-    """The kind of a value in the words of JSON, where it has one."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
-    return names.get(type(value)) or f"of the type {type(value).__name__}"
+    return Problem(what, where, f"did you mean {known!r}?" if known else f"roles: {', '.join(spelling.roles)}; data.roles says what others mean")

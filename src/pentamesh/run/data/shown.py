@@ -1,0 +1,76 @@
+"""Shown: what of a conversation its template leaves out, found by rendering it with a mark in each thing that it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+from pentamesh.errors import InputError, Problem
+from pentamesh.run.data.tools import Function
+from pentamesh.run.data.turns import Conversation, Message
+
+__all__ = ["shape", "unseen"]
+
+OTHER_TEMPLATE = "take a model whose chat template shows them"
+# The first of the private-use characters that stand for what is said, one for each.
+FIRST = 0xF0000
+
+
+def shape(talk: Conversation) -> tuple[object, ...]:
+    """What decides which parts of a conversation a template shows: who speaks, and what there is in each turn."""
+    return len(talk.tools), *(
+        (m["role"], not m["content"].strip(), len(m.get("tool_calls", ())), *sorted(key for key, value in m.items() if value)) for m in talk.messages
+    )
+
+
+def unseen(talk: Conversation, render: Callable[[Conversation], str]) -> list[Problem]:
+    """What the template never shows to the model: the run would not be what was asked. A template may show thoughts in some turns only."""
+    marks = map(chr, count(FIRST))
+    said: dict[str, str] = {}
+    messages = [_marked(message, f"messages[{i}]", marks, said) for i, message in enumerate(talk.messages)]
+    tools = [_named(tool, f"tools[{i}]", marks, said) for i, tool in enumerate(talk.tools)]
+    try:
+        text = render(Conversation(messages, talk.trained, tools))
+    except InputError:  # a template that looks into what is said, such as the letters of a call's name
+        return []
+    missing = [what for mark, what in said.items() if mark not in text]
+    thoughts = [what for what in said.values() if what.endswith("reasoning_content")]
+    if not all(what in missing for what in thoughts):
+        missing = [what for what in missing if what not in thoughts]
+    return [Problem(f"the chat template does not show `{what}`", hint=_hint(what)) for what in _gathered(missing, len(talk.tools))]
+
+
+def _marked(message: Message, place: str, marks: map[str], said: dict[str, str]) -> Message:
+    found = dict(message)
+    for key in ("content", "reasoning_content"):
+        if message.get(key, "").strip():
+            found[key] = _mark(f"{place}.{key}", marks, said)
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_named(call, f"{place}.tool_calls[{n}]", marks, said) for n, call in enumerate(calls)]
+    return found
+
+
+def _named(function: Function, place: str, marks: map[str], said: dict[str, str]) -> Function:
+    return {**function, "function": {**function["function"], "name": _mark(place, marks, said)}}
+
+
+def _mark(what: str, marks: map[str], said: dict[str, str]) -> str:
+    mark = next(marks)
+    said[mark] = what
+    return mark
+
+
+def _gathered(missing: list[str], num_tools: int) -> list[str]:
+    """All tools are one fault, and all thoughts."""
+    tools = [what for what in missing if what.startswith("tools[")]
+    thoughts = [what for what in missing if what.endswith("reasoning_content")]
+    rest = [what for what in missing if what not in tools and what not in thoughts]
+    return rest + thoughts[:1] + (["tools"] if len(tools) == num_tools > 0 else tools)
+
+
+def _hint(what: str) -> str:
+    if what.endswith("reasoning_content"):
+        return f"{OTHER_TEMPLATE}, or write the thoughts into the content as the model does"
+    if what.endswith("content"):
+        return "take the text out of this turn, or the row out of the data"
+    return OTHER_TEMPLATE
