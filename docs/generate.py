@@ -84,6 +84,8 @@ def _type_name(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in args)
+    if origin is list:
+        return f"list of {_type_name(args[0])}"
     if origin is tuple:
         return f"list of {len(args)} numbers"
     if origin is dict:

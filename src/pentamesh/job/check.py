@@ -153,6 +153,8 @@ def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return ("one of " if len(args) > 1 else "") + ", ".join(f"`{value}`" for value in args)
     if origin is dict:
         return f"a mapping to {_kind(args[1])}"
+    if origin is list:
+        return f"a list, each {_kind(args[0])}"
     if origin is tuple:
         return f"a list of {len(args)} numbers, each {_kind(args[0]).removeprefix('a number ')}"
     if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -175,6 +177,8 @@ def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
 def _cure(field: FieldInfo, value: Any) -> str:
     """A value that would work, when one can be guessed."""
     choices = [str(c) for option in (field.annotation, *get_args(field.annotation)) if get_origin(option) is Literal for c in get_args(option)]
+    if get_origin(field.annotation) is list and value in choices:
+        return f"write it as a list: [{value}]"
     if choices:
         near = difflib.get_close_matches(str(value).lower(), choices, n=1) or [OTHER_VALUES.get(str(value).lower().replace("-", "_"), "")]
         return f"did you mean `{near[0]}`?" if near[0] in choices else _about(field)

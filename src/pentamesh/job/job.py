@@ -77,7 +77,7 @@ class Model(Section):
 
 # What rows and turns are made of, over all forms; `run/data/forms.py` and `turns.py` say which of them each form has.
 RowField = Literal["messages", "conversations", "system", "tools", "instruction", "input", "output", "prompt", "completion", "text"]
-TurnField = Literal["role", "content", "from", "value", "tool_calls", "reasoning_content"]
+TurnField = Literal["role", "content", "from", "value", "tool_calls", "reasoning_content", "train", "weight"]
 
 
 class Data(Section):
@@ -101,6 +101,10 @@ class Data(Section):
     roles: dict[Text, Literal["system", "user", "assistant", "tool"]] = Field(
         default={}, description="The role that a name in the files means, beside those that the form knows: `{customer: user, agent: assistant}`."
     )
+    train_on: list[Literal["system", "user", "assistant"]] = Field(
+        default=["assistant"], min_length=1, description="Roles whose turns are trained, where a turn does not say itself by `train` or `weight`."
+    )
+    turns: Literal["all", "last"] = Field(default="all", description="Which turns of these roles are trained: all, or the last of a row.")
     too_long: Literal["error", "drop", "truncate"] = Field(default="error", description="What happens to a row longer than `batch.seq_len`.")
     max_rows: Count | None = Field(default=None, ge=1, description="Use only the first rows.")
 

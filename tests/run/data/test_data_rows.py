@@ -92,7 +92,6 @@ MESSAGES = [
     ('{"messages": [{"role": "assistant", "content": " \\n"}]}', r"`messages\[0\].content` is empty"),
     ('{"messages": [{"role": "assistant", "content": "\\ud83d"}]}', r"half of a surrogate pair at character 0"),
     ('{"messages": [{"role": "user", "content": "x"}]}', r"no assistant turn: nothing to train"),
-    ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', r"weights of single turns come later"),
     ('{"instruction": "x", "output": "y"}', r"no `messages` in the row(.|\n)*it looks like the alpaca form: .* here messages"),
     ('{"conversations": []}', r"it looks like the sharegpt form"),
     ('{"prompt": "x", "completion": "y"}', r"it looks like the prompt_completion form"),

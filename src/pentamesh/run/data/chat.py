@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -81,7 +81,8 @@ class Chat:
 
         Raises InputError where the template refuses the conversation, does not show all of it, or shows a turn so that it cannot be found.
         """
-        text, spans = self._marked(talk) if self.marks else self._found(talk, self._render(talk), talk.trained)
+        text, spans = self._marked(talk) if self.marks else (self._render(talk), [])
+        spans = sorted([*spans, *self._found(talk, text, talk.trained if not self.marks else set(talk.trained) - set(answers(talk.messages)))])
         if self._ends_no_turn and talk.trained[-1:] == (len(talk.messages) - 1,):
             text += self.tokenizer.eos_token
             spans[-1] = (spans[-1][0], len(text))
@@ -92,19 +93,17 @@ class Chat:
             raise InputError(*self.faults[key])
         return text, spans
 
-    def _found(self, talk: Conversation, text: str, turns: Iterable[int]) -> tuple[str, list[Span]]:
+    def _found(self, talk: Conversation, text: str, turns: Iterable[int]) -> Iterator[Span]:
         shown = Rendered(
             talk.messages, text, lambda messages, prompt: self._render(replace(talk, messages=messages), prompt), self._prompt, self.ends
         )
-        spans = []
         for i in turns:
             if (span := shown.span(i)) is None:
                 raise InputError(f"the chat template renders messages[{i}] differently inside the conversation than alone", hint=ADD_GENERATION)
-            spans.append(span)
-        return text, spans
+            yield span
 
     def _marked(self, talk: Conversation) -> tuple[str, list[Span]]:
-        """The text, and its spans as the template marks them."""
+        """The text, and its spans that are trained as the template marks them."""
         try:
             texts, marked = render_jinja_template(
                 [self._spelled(talk.messages)],
@@ -117,7 +116,7 @@ class Chat:
             raise _refused(error) from error
         marks: Any = marked[0]  # declared as text by transformers
         spans, turns = [self.ends.after(texts[0], start, stop) for start, stop in marks], answers(talk.messages)
-        if talk.trained == turns:
+        if set(turns) <= set(talk.trained):
             return texts[0], spans
         if len(spans) != len(turns):
             raise InputError(f"the chat template marks {len(spans)} spans for {len(turns)} answers, so those that are not trained cannot be told")

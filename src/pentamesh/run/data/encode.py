@@ -45,6 +45,6 @@ def _conversation(chat: Callable[[], Chat], content: Conversation, where: str) -
         encoded = chat().encode(content)
     except InputError as error:
         return [replace(problem, where=where) for problem in error.problems]
-    if not encoded.num_trained:
+    if content.trained and not encoded.num_trained:
         return [Problem("the chat template leaves no token of the conversation to train", where, ADD_GENERATION)]
     return encoded

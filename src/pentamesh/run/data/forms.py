@@ -23,7 +23,8 @@ from pentamesh.run.data.kinds import kind, string_fault
 from pentamesh.run.data.names import Names
 from pentamesh.run.data.rows import Place, Problems, Row, read_rows
 from pentamesh.run.data.tools import read_tools
-from pentamesh.run.data.turns import MESSAGES, SHAREGPT, Conversation, Message, answers, read_turns
+from pentamesh.run.data.trained import conversation
+from pentamesh.run.data.turns import MESSAGES, SHAREGPT, Conversation, Turn, read_turns
 
 __all__ = ["FORMS", "Content", "Form", "Given", "Pair", "Sample", "checked_rows", "form_of"]
 
@@ -121,11 +122,19 @@ def _content(row: Row, form: Form, data: Data) -> Content | list[Problem]:
     tools, faults = read_tools(given.value.get("tools"), names["tools"], row.where)
     if isinstance(found, list) or faults:
         return (found if isinstance(found, list) else []) + faults
-    if tools and not isinstance(found, Conversation):
-        return [
-            Problem(f"`{names['tools']}` are given, and text has no turns that call them", row.where, "take them out, or write the row as messages")
-        ]
-    return replace(found, tools=tools) if isinstance(found, Conversation) and tools else found
+    if isinstance(found, Conversation):
+        return replace(found, tools=tools)
+    return list(_without_turns(given, bool(tools))) or found
+
+
+def _without_turns(row: Given, tools: bool) -> Iterator[Problem]:
+    """What a row or its job says of turns, where the row has none."""
+    if tools:
+        what = f"`{row.names['tools']}` are given, and text has no turns that call them"
+        yield Problem(what, row.where, "take them out, or write the row as messages")
+    for key in ("train_on", "turns", "roles"):
+        if getattr(row.data, key) != Data.model_fields[key].default:
+            yield Problem(f"data.{key} is given, and text has no turns", row.where, f"leave {key} out, or write the row as messages")
 
 
 def _looks_like(value: dict[str, Any]) -> Form | None:
@@ -159,14 +168,14 @@ def _text(row: Given) -> Content | list[Problem]:
 
 
 def _messages(row: Given) -> Content | list[Problem]:
-    messages, faults = read_turns(row.value["messages"], MESSAGES.called(row.data), row.where)
-    return faults or Conversation(messages, answers(messages))
+    turns, faults = read_turns(row.value["messages"], MESSAGES.called(row.data), row.where)
+    return faults or conversation(turns, row.data, row.where)
 
 
 def _sharegpt(row: Given) -> Content | list[Problem]:
     said, faults = _system(row)
-    messages, more = read_turns(row.value["conversations"], SHAREGPT.called(row.data), row.where)
-    return faults + more or Conversation([*said, *messages], answers([*said, *messages]))
+    turns, more = read_turns(row.value["conversations"], SHAREGPT.called(row.data), row.where)
+    return faults + more or conversation([*said, *turns], row.data, row.where)
 
 
 def _alpaca(row: Given) -> Content | list[Problem]:
@@ -178,26 +187,26 @@ def _alpaca(row: Given) -> Content | list[Problem]:
     if faults:
         return faults
     question = f"{row.value['instruction']}\n{given}" if given else row.value["instruction"]
-    messages = [*said, {"role": "user", "content": question}, {"role": "assistant", "content": row.value["output"]}]
-    return Conversation(messages, answers(messages))
+    turns = [Turn({"role": role, "content": content}) for role, content in (("user", question), ("assistant", row.value["output"]))]
+    return conversation([*said, *turns], row.data, row.where)
 
 
 def _prompt_completion(row: Given) -> Content | list[Problem]:
     prompt, completion = row.value["prompt"], row.value["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        given, faults = read_turns(prompt, MESSAGES.at("prompt").called(row.data), row.where, answered=False)
+        given, faults = read_turns(prompt, MESSAGES.at("prompt").called(row.data), row.where)
         answer, more = read_turns(completion, MESSAGES.at("completion").called(row.data), row.where)
-        return faults + more or Conversation([*given, *answer], answers([*given, *answer], len(given)))
+        return faults + more or conversation([*given, *answer], row.data, row.where, num_given=len(given))
     if isinstance(prompt, list) or isinstance(completion, list):
         what = f"`{row.names['prompt']}` is {kind(prompt)} and `{row.names['completion']}` is {kind(completion)}"
         return [Problem(what, row.where, "both are text, or both are lists of messages")]
     return row.faults(row.text_fault("prompt"), row.filled_fault("completion")) or Pair(prompt, completion)
 
 
-def _system(row: Given) -> tuple[list[Message], list[Problem]]:
+def _system(row: Given) -> tuple[list[Turn], list[Problem]]:
     """The system turn that stands beside a conversation, where there is one."""
     said = row.value.get("system")
-    return ([{"role": "system", "content": said}], row.faults(row.text_fault("system"))) if said else ([], [])
+    return ([Turn({"role": "system", "content": said})], row.faults(row.text_fault("system"))) if said else ([], [])
 
 
 # In the order in which a row is tried: a row of messages may have a text beside them.

@@ -75,6 +75,8 @@ class Cut:
 
 def cut_to(row: Encoded, form: Form, seq_len: int, too_long: Literal["error", "drop", "truncate"]) -> Cut:
     """How a row becomes samples of at most `seq_len` tokens that the model reads, each followed by one that is only a target."""
+    if not row.num_trained:
+        return Cut(dropped="nothing_to_train")
     num_tokens = len(row.ids)
     truncated = form != "text" and num_tokens > seq_len + 1
     if truncated and too_long != "truncate":

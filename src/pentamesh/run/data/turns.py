@@ -12,12 +12,10 @@ from pentamesh.run.data.kinds import kind, string_fault
 from pentamesh.run.data.names import Names
 from pentamesh.run.data.tools import Function, read_calls
 
-__all__ = ["MESSAGES", "REASONING", "SHAREGPT", "Conversation", "Message", "Spelling", "answers", "read_turns"]
+__all__ = ["MESSAGES", "REASONING", "SHAREGPT", "Conversation", "Message", "Spelling", "Turn", "answers", "read_turns"]
 
 Message = dict[str, Any]
 
-# Fields that would change what is trained; ignoring them would train something else in silence.
-UNHEARD = {"weight": "weights of single turns"}
 # What a result of a tool is called, by whoever shows it to the model.
 TOOL_ROLES = dict.fromkeys(("tool", "tools", "ipython", "observation", "function"), "tool")
 # The turn of sharegpt whose value is a call, or a list of calls.
@@ -35,6 +33,14 @@ class Conversation:
     messages: list[Message]
     trained: tuple[int, ...]
     tools: list[Function] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A message, and whether it is trained where its row says that itself."""
+
+    message: Message
+    train: bool | None = None
 
 
 def answers(messages: list[Message], num_given: int = 0) -> tuple[int, ...]:
@@ -79,40 +85,52 @@ SHAREGPT = Spelling(
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant", "developer": "system"}
 
 
-def read_turns(turns: Any, spelling: Spelling, where: str, *, answered: bool = True) -> tuple[list[Message], list[Problem]]:
-    """The messages of a conversation, and everything that keeps it from being trained on; `answered` asks for a turn of the assistant."""
+def read_turns(turns: Any, spelling: Spelling, where: str) -> tuple[list[Turn], list[Problem]]:
+    """The turns of a conversation, and everything that keeps it from being trained on."""
     field = spelling.field
     if not isinstance(turns, list):
         return [], [Problem(f"`{field}` is {kind(turns)}, not a list", where, f"a row looks like {{{spelling.example}}}")]
     if not turns:
         return [], [Problem(f"`{field}` is empty", where)]
     read = [_turn(turn, spelling.at(f"{field}[{i}]"), where) for i, turn in enumerate(turns)]
-    if faults := [fault for _, found in read for fault in found]:
-        return [], faults
-    messages = [message for message, _ in read]
-    if answered and not answers(messages):
-        return [], [Problem("no assistant turn: nothing to train", where, "take the row out, or give it an answer")]
-    return messages, []
+    faults = [fault for _, found in read for fault in found]
+    return [] if faults else [turn for turn, _ in read], faults
 
 
-def _turn(turn: Any, spelling: Spelling, where: str) -> tuple[Message, list[Problem]]:
-    """A turn as a message, and what is wrong with it; what else it says stays, since templates may read it."""
+def _turn(turn: Any, spelling: Spelling, where: str) -> tuple[Turn, list[Problem]]:
+    """A turn, and what is wrong with it; what else it says stays in its message, since templates may read it."""
     if not isinstance(turn, dict):
         example = f'a turn has a "{spelling.role}" and a "{spelling.content}"'
-        return {}, [Problem(f"`{spelling.field}` is {kind(turn)}, not an object", where, example)]
+        return Turn({}), [Problem(f"`{spelling.field}` is {kind(turn)}, not an object", where, example)]
     if spelling.role not in turn:
         hint = _other_spelling(turn) or f"roles: {', '.join(spelling.roles)}"
-        return {}, [Problem(f"`{spelling.field}` has no `{spelling.role}`", where, hint)]
+        return Turn({}), [Problem(f"`{spelling.field}` has no `{spelling.role}`", where, hint)]
     name = turn[spelling.role]
     role = spelling.roles.get(name) if isinstance(name, str) else None
     rest = spelling.names.ours({key: value for key, value in turn.items() if value is not None and key not in (spelling.role, spelling.content)})
-    faults = [Problem(f"`{spelling.field}.{key}`: {said} come later", where) for key, said in UNHEARD.items() if rest.get(key) not in (None, 1)]
-    faults += [] if role else [_role_fault(name, spelling, where)]
-    calls, more = _calls(turn, rest, role, spelling, where)
-    reasoned, fault = _reasoning(rest, role, spelling)
-    faults += more + [Problem(what, where) for what in (fault, _content_fault(turn, role, spelling, calling=bool(calls or more))) if what]
+    calls, faults = _calls(turn, rest, role, spelling, where)
+    reasoned, reasoning_fault = _reasoning(rest, role, spelling)
+    train, mark_fault = _mark(rest, role, spelling)
+    wrong = (reasoning_fault, mark_fault, _content_fault(turn, role, spelling, calling=bool(calls or faults)))
+    if role is None:
+        faults.append(_role_fault(name, spelling, where))
     content = (turn.get(spelling.content) if name != CALLING else None) or ""
-    return {"role": role, "content": content} | calls | reasoned | rest, faults
+    return Turn({"role": role, "content": content} | calls | reasoned | rest, train), faults + [Problem(what, where) for what in wrong if what]
+
+
+def _mark(rest: Message, role: str | None, spelling: Spelling) -> tuple[bool | None, str]:
+    """What a turn says of itself, taken from the `rest` of its fields: a weight of 1 is what any turn has. And what is wrong with it."""
+    train, weight = rest.pop("train", None), rest.pop("weight", None)
+    places = {key: f"`{spelling.field}.{spelling.names[key]}`" for key in ("train", "weight")}
+    if not isinstance(train, bool | None):
+        return None, f"{places['train']} is {kind(train)}, not true or false"
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+        return None, f"{places['weight']} is {weight!r}: a turn is trained or not, by 1 or 0"
+    if train and weight == 0:
+        return None, f"{places['train']} is true and {places['weight']} is 0"
+    if train and role == "tool":
+        return None, f"{places['train']} is true: what tools say is never trained"
+    return (False if weight == 0 else train), ""
 
 
 def _calls(turn: Message, rest: Message, role: str | None, spelling: Spelling, where: str) -> tuple[Message, list[Problem]]:
