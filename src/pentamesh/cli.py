@@ -236,7 +236,7 @@ def data_preview_command(
     from pentamesh.run.source import model_source, tokenizer_of
 
     job = located(read_job(job_file, set_ or [])[0], job_file.parent, job_file.stem)
-    found = collect(job, tokenizer_of(model_source(job.model)), Path(), rows).to_json()
+    found = collect(job, tokenizer_of(model_source(job.model), job.data.chat_template), Path(), rows).to_json()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return

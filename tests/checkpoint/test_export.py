@@ -265,3 +265,14 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
     assert 0 <= grown < 4 * 2**23, f"{grown:,} bytes more than before"
     after = load_file(tmp_path / "out" / SINGLE)
     assert all(torch.equal(after[f"t{i}"], tensors[f"model.t{i}"]) for i in range(40))
+
+
+def test_a_chat_template_of_the_job_is_the_only_one_in_the_export(tmp_path: Path) -> None:
+    source, target = tmp_path / "hf", tmp_path / "out"
+    source_folder(source, tied=True)
+    (source / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}", "eos_token": "é"}')
+    train_and_save(source, tmp_path, change=0.0)
+    export(tmp_path / "step-00000007", spec(source), source, target, chat_template="{{ 'é' }}\n")
+    assert (target / "chat_template.jinja").read_text() == "{{ 'é' }}\n"
+    assert json.loads((target / "tokenizer_config.json").read_text()) == {"eos_token": "é"}
+    assert list(target.glob("additional_chat_templates/*")) == []

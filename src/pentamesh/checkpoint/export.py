@@ -58,12 +58,21 @@ class Part:
     entry: Entry
 
 
-def export(checkpoint: Path, model: ModelSpec, source: Path | None, target: Path, dtype: str | None = None, max_shard_bytes: float = 5e9) -> Path:
+def export(
+    checkpoint: Path,
+    model: ModelSpec,
+    source: Path | None,
+    target: Path,
+    dtype: str | None = None,
+    max_shard_bytes: float = 5e9,
+    chat_template: str | None = None,
+) -> Path:
     """Write the weights of a published checkpoint to `target` as a Hugging Face folder, and return it.
 
     `source` is the model folder that the run started from: its config, tokenizer, chat template and licence go along, and its dtypes are kept
-    unless `dtype` names another. Where it has no weights the dtype is float32; without it the config is the model's own. At most one tensor is
-    in memory at a time. `target` may be absent, empty, or an earlier export, which is replaced when the new one is whole.
+    unless `dtype` names another. Where it has no weights the dtype is float32; without it the config is the model's own. A `chat_template` takes
+    the place of the source's. At most one tensor is in memory at a time. `target` may be absent, empty, or an earlier export, which is replaced
+    when the new one is whole.
 
     Raises InputError when the checkpoint is not whole, lacks a tensor, or `target` holds something else; RunFailed for values not finite.
     """
@@ -80,6 +89,8 @@ def export(checkpoint: Path, model: ModelSpec, source: Path | None, target: Path
         _write_weights(partial, model, parts, dtypes, max_shard_bytes)
         _write_config(partial, model, source, dtypes, dtype)
         _copy_companions(partial, source)
+        if chat_template is not None:
+            _write_template(partial, chat_template)
         _write_record(partial, checkpoint, model)
         publish(partial, target)
     except BaseException:
@@ -210,6 +221,18 @@ def _copy_companions(partial: Path, source: Path | None) -> None:
             copy = partial / path.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
+
+
+def _write_template(partial: Path, chat_template: str) -> None:
+    """The template in its own file, and no other beside it: loaders read those as well."""
+    for other in (*partial.glob("chat_template*"), *partial.glob("additional_chat_templates/*")):
+        other.unlink()
+    write_text(partial / "chat_template.jinja", chat_template)
+    config = partial / "tokenizer_config.json"
+    if config.is_file():
+        facts = json.loads(config.read_text(encoding="utf-8"))
+        if facts.pop("chat_template", None) is not None:
+            write_text(config, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
 
 
 def _write_record(partial: Path, checkpoint: Path, model: ModelSpec) -> None:

@@ -101,6 +101,11 @@ class Data(Section):
     roles: dict[Text, Literal["system", "user", "assistant", "tool"]] = Field(
         default={}, description="The role that a name in the files means, beside those that the form knows: `{customer: user, agent: assistant}`."
     )
+    system: Text | None = Field(default=None, description="System turn of every row, in place of its own.")
+    chat_template: Text | None = Field(
+        default=None,
+        description="Chat template in place of the model's: a Jinja file, relative to the job file, or its text. The export carries it.",
+    )
     train_on: list[Literal["system", "user", "assistant"]] = Field(
         default=["assistant"], min_length=1, description="Roles whose turns are trained, where a turn does not say itself by `train` or `weight`."
     )

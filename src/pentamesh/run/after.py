@@ -32,7 +32,7 @@ def export_run(run: Path, target: Path | None = None, step: int | None = None, d
     source = model_folder(plan.job.model, folder.base)
     # Weights drawn at random have no dtype of the source's to keep.
     weights = "float32" if plan.job.method == "pretrain" and dtype is None else dtype
-    return export(saved, read_model(str(source)), source, target or folder.export, weights)
+    return export(saved, read_model(str(source)), source, target or folder.export, weights, chat_template=plan.job.data.chat_template)
 
 
 def exported(target: Path, plan: Plan, model: ModelSpec) -> str:

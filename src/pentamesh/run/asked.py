@@ -20,6 +20,7 @@ from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as make_plan
 from pentamesh.run.board import check_board
 from pentamesh.run.compiled import check_compiler
+from pentamesh.run.template import read_template
 
 __all__ = ["Asked", "located", "planned", "read_asked"]
 
@@ -74,13 +75,18 @@ def planned(asked: Asked) -> Plan:
 
 
 def located(job: Job, base: Path, name: str) -> Job:
-    """The job with its paths made absolute and its model's name resolved: they are relative to `base`, and ranks may stand elsewhere."""
+    """The job with its paths made absolute, its chat template read and its model's name resolved: ranks may stand elsewhere than `base`.
+
+    Raises InputError for a chat template that cannot be read or is none.
+    """
 
     def absolute(path: str) -> str:
         return os.path.realpath(resolve(path, base))
 
     data = {"train": job.data.train, "held_out": job.data.held_out}
     found = {key: absolute(rows) if isinstance(rows, str) and not is_hub_data(rows, base) else rows for key, rows in data.items()}
+    if job.data.chat_template:
+        found["chat_template"] = read_template(job.data.chat_template, base)
     return job.model_copy(
         update={
             "model": job.model.model_copy(update={"name": resolved(job.model.name, base)}),

@@ -48,7 +48,7 @@ def evaluate(job: Job, folder: Path, precision: Precision) -> HeldOut:
     weights = Weights.open(folder)
     weights.check(model)
     with tempfile.TemporaryDirectory(prefix="pentamesh-") as scratch:
-        samples = prepare(job, tokenizer_of(folder), Path(), Path(scratch) / "data").held_out
+        samples = prepare(job, tokenizer_of(folder, job.data.chat_template), Path(), Path(scratch) / "data").held_out
         if samples is None:
             raise InputError("the job holds no rows out", where="data.held_out", hint="give a file of held-out rows, or a share such as 0.05")
         samples = samples.within(model.vocab, model.name)

@@ -90,7 +90,7 @@ def _prepare(plan: Plan, model: ModelSpec, source: Path, folder: RunFolder) -> P
     """Tokenise once, on rank 0; every rank then maps the same files."""
 
     def work() -> None:
-        prepare(plan.job, tokenizer_of(source), Path(), folder.data)
+        prepare(plan.job, tokenizer_of(source, plan.job.data.chat_template), Path(), folder.data)
 
     first("preparing the data", work)
     found = open_prepared(folder.data)

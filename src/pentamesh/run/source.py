@@ -52,15 +52,20 @@ def model_source(model: Model) -> Path:
         ) from error
 
 
-def tokenizer_of(source: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or GGUF file, without any code of its own. Raises InputError."""
-    if not source.is_dir():
-        return gguf_tokenizer(source)
+def tokenizer_of(source: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or GGUF file, without any code of its own, with its chat template or another. Raises InputError."""
+    found = _tokenizer(source) if source.is_dir() else gguf_tokenizer(source)
+    if chat_template is not None:
+        found.chat_template = chat_template
+    return found
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise InputError(
-            f"no tokenizer can be read from {source}: {reason(error)}",
+            f"no tokenizer can be read from {folder}: {reason(error)}",
             where="model.name",
             hint="the folder needs tokenizer.json and tokenizer_config.json beside config.json",
         ) from error

@@ -15,6 +15,7 @@ from pentamesh.run.data.forms import Sample, checked_rows, form_of
 from pentamesh.run.data.prepare import prepare
 from pentamesh.run.data.rows import Problems
 from pentamesh.run.data.tokens import Encoded
+from pentamesh.run.data.turns import Conversation
 
 END = "<|im_end|>"
 
@@ -78,6 +79,34 @@ def test_exactly_these_turns_are_trained(chatml: Any, write_rows: Any, case: str
         assert chatml.decode(ids) == chatml.apply_chat_template(rest, tokenize=False)
 
 
+# A row, and the messages that it is under `data.system: say so`; how many of them are trained does not change.
+TOLD = turn("system", "say so")
+SYSTEMS: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "in place of its own": ({"messages": TALK}, [TOLD, *TALK[1:]]),
+    "where it has none": ({"messages": TALK[1:]}, [TOLD, *TALK[1:]]),
+    "later ones stay": ({"messages": [*TALK[1:3], *TALK]}, [TOLD, *TALK[1:3], *TALK]),
+    "beside an instruction": ({"instruction": "hello", "output": "fine", "system": "be kind"}, [TOLD, *TALK[1:3]]),
+    "beside sharegpt": (
+        {"system": "x", "conversations": [{"from": "system", "value": "y"}, {"from": "human", "value": "hello"}, {"from": "gpt", "value": "fine"}]},
+        [TOLD, *TALK[1:3]],
+    ),
+    "in a prompt": ({"prompt": TALK[:4], "completion": TALK[4:]}, [TOLD, *TALK[1:]]),
+    "in a prompt without one": ({"prompt": TALK[1:4], "completion": TALK[4:]}, [TOLD, *TALK[1:]]),
+}
+
+
+@pytest.mark.parametrize("case", SYSTEMS)
+def test_the_system_turn_of_the_job(write_rows: Any, case: str) -> None:
+    row, expected = SYSTEMS[case]
+    path = write_rows([row])
+    (before,), (sample,) = read(path), read(path, system="say so")
+    assert isinstance(before.content, Conversation)
+    assert isinstance(sample.content, Conversation)
+    assert sample.content.messages == expected
+    trained = [[talk.messages[i] for i in talk.trained] for talk in (before.content, sample.content)]
+    assert trained[0] == trained[1]
+
+
 GENERATION = """{%- for m in messages -%}
 {%- if m['role'] == 'assistant' -%}
 {{ '<|im_start|>assistant\\n' }}{%- generation -%}{{ m['content'] + '<|im_end|>' }}{%- endgeneration -%}{{ '\\n' }}
@@ -106,6 +135,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a result that says it is trained": ({}, {"messages": [*TALK, turn("tool", "x", train=True)]}, "what tools say is never trained"),
     "no such role": ({"train_on": ["system"]}, {"messages": TALK[1:]}, "no system turn: nothing to train"),
     "none of two roles": ({"train_on": ["system", "user"]}, {"messages": TALK[2:3]}, "no system or user turn: nothing to train"),
+    "a system turn of a text": ({"system": "be kind"}, {"text": "x"}, "data.system is given, and text has no turns"),
     "roles of a text": ({"train_on": ["user"]}, {"text": "x"}, "data.train_on is given, and text has no turns"),
     "turns of a pair": ({"turns": "last"}, {"prompt": "x", "completion": "y"}, "data.turns is given, and text has no turns"),
     "names of roles for a text": ({"roles": {"bot": "assistant"}}, {"text": "x"}, "data.roles is given, and text has no turns"),

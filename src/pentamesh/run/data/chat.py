@@ -62,7 +62,7 @@ class Chat:
         try:
             template = tokenizer.get_chat_template()
         except ValueError as error:
-            hint = "take an instruct model, put a `chat_template` into its tokenizer_config.json, or train on `text` rows"
+            hint = "take an instruct model, give data.chat_template, or train on `text` rows"
             raise InputError("the model has no chat template, so `messages` cannot be rendered", where="model.name", hint=hint) from error
         return cls(tokenizer, template, bool(re.search(r"\{%-?\s*generation\s*-?%\}", template)), _ends(tokenizer))
 
@@ -198,5 +198,5 @@ def _ends(tokenizer: Any) -> Ends:
 def _refused(error: Exception) -> InputError:
     # What a template raises itself (`raise_exception`) is of this very class; its own faults are of others, derived from it or not.
     meant = type(error) is TemplateError
-    hint = "change the roles or their order" if meant else "mend the chat template, or take it from the model's publisher"
+    hint = "change the roles or their order, or give data.chat_template" if meant else "mend the chat template, or take it from the model's publisher"
     return InputError(f"the chat template refuses the conversation: {type(error).__name__}: {error}", hint=hint)

@@ -132,7 +132,7 @@ def _without_turns(row: Given, tools: bool) -> Iterator[Problem]:
     if tools:
         what = f"`{row.names['tools']}` are given, and text has no turns that call them"
         yield Problem(what, row.where, "take them out, or write the row as messages")
-    for key in ("train_on", "turns", "roles"):
+    for key in ("system", "train_on", "turns", "roles"):
         if getattr(row.data, key) != Data.model_fields[key].default:
             yield Problem(f"data.{key} is given, and text has no turns", row.where, f"leave {key} out, or write the row as messages")
 

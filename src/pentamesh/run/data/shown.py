@@ -11,7 +11,7 @@ from pentamesh.run.data.turns import Conversation, Message
 
 __all__ = ["shape", "unseen"]
 
-OTHER_TEMPLATE = "take a model whose chat template shows them"
+OTHER_TEMPLATE = "give data.chat_template one that shows it, or take a model whose template does"
 # The first of the private-use characters that stand for what is said, one for each.
 FIRST = 0xF0000
 
