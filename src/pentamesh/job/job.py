@@ -76,7 +76,21 @@ class Model(Section):
 
 
 # What rows and turns are made of, over all forms; `run/data/forms.py` and `turns.py` say which of them each form has.
-RowField = Literal["messages", "conversations", "system", "tools", "instruction", "input", "output", "prompt", "completion", "text"]
+RowField = Literal[
+    "messages",
+    "conversations",
+    "system",
+    "tools",
+    "instruction",
+    "input",
+    "output",
+    "prompt",
+    "completion",
+    "text",
+    "input_ids",
+    "labels",
+    "attention_mask",
+]
 TurnField = Literal["role", "content", "from", "value", "tool_calls", "reasoning_content", "train", "weight"]
 
 
@@ -91,7 +105,7 @@ class Data(Section):
     subset: Text | None = Field(default=None, description="Subset (configuration) of a hub data set.")
     split: Text | None = Field(default=None, description="Split of the hub data set in `train`; `train` when not given.")
     held_out_split: Text | None = Field(default=None, description="Split of the hub data set in `held_out`; `test` when not given.")
-    form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = Field(
+    form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"] = Field(
         default="auto", description="Form of the rows, each shown in the guide on data; `auto` finds it from the first row."
     )
     columns: dict[Literal[RowField, TurnField], Text] = Field(
@@ -110,7 +124,9 @@ class Data(Section):
         default=["assistant"], min_length=1, description="Roles whose turns are trained, where a turn does not say itself by `train` or `weight`."
     )
     turns: Literal["all", "last"] = Field(default="all", description="Which turns of these roles are trained: all, or the last of a row.")
-    too_long: Literal["error", "drop", "truncate"] = Field(default="error", description="What happens to a row longer than `batch.seq_len`.")
+    too_long: Literal["error", "drop", "truncate", "split"] = Field(
+        default="error", description="What happens to a row longer than `batch.seq_len`; `split` cuts it into pieces that follow each other."
+    )
     max_rows: Count | None = Field(default=None, ge=1, description="Use only the first rows.")
 
 

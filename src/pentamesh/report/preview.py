@@ -67,7 +67,12 @@ def _too_long(found: dict[str, Any]) -> str:
         return f"none: documents are cut to seq_len {seq_len:,}"
     if not num:
         return f"none: all fit seq_len {seq_len:,}"
-    fate = {"error": f"training stops: set batch.seq_len: {found['lengths']['max']} or data.too_long", "drop": "dropped", "truncate": "truncated"}
+    fate = {
+        "error": f"training stops: set batch.seq_len: {found['lengths']['max']} or data.too_long",
+        "drop": "dropped",
+        "truncate": "truncated",
+        "split": "split",
+    }
     return f"{num:,} rows exceed seq_len {seq_len:,} ({fate[found['too_long']]})"
 
 

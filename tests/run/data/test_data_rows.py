@@ -97,7 +97,7 @@ MESSAGES = [
     ('{"prompt": "x", "completion": "y"}', r"it looks like the prompt_completion form"),
     ('{"text": "x"}', r"it looks like the text form"),
     ('{"prompt": [], "chosen": "x"}', r"rows of the preference form: that form comes later(.|\n)*set data.form"),
-    ('{"input_ids": [1]}', r"rows of the pre-tokenised form"),
+    ('{"input_ids": [1]}', r"it looks like the tokens form"),
 ]
 
 

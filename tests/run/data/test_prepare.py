@@ -105,7 +105,7 @@ def test_too_long_is_an_error_that_says_what_would_fit(made: Any, chats: Any, wr
     assert f"7 rows are longer than batch.seq_len = {fits - 7}: the longest has {fits} tokens" in str(error.value)
     assert f"{tmp_path}/train.jsonl:6 ({fits - 6})" in str(error.value)
     assert "and 2 more" in str(error.value)
-    assert f"set batch.seq_len: {fits}, or data.too_long: drop or truncate" in str(error.value)
+    assert f"set batch.seq_len: {fits}, or data.too_long: drop, truncate or split" in str(error.value)
     assert made(job(seq_len=fits)).report["splits"]["train"]["samples"] == 12
 
 

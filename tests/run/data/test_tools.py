@@ -152,8 +152,8 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "sharegpt, a call that is text": (shared_gpt("weather in Lisbon"), "`conversations[1].value` is text that is not JSON"),
     "sharegpt, an empty call": (shared_gpt(""), "`conversations[1].value` is empty"),
     "sharegpt, a call without a name": (shared_gpt('{"arguments": {}}'), "`conversations[1].value[0]` has no `name`"),
-    "text with tools": ({"text": "x", "tools": [TOOL]}, "`tools` are given, and text has no turns that call them"),
-    "a pair with tools": ({"prompt": "x", "completion": "y", "tools": [TOOL]}, "`tools` are given, and text has no turns"),
+    "text with tools": ({"text": "x", "tools": [TOOL]}, "`tools` are given, and the row has no turns that call them"),
+    "a pair with tools": ({"prompt": "x", "completion": "y", "tools": [TOOL]}, "`tools` are given, and the row has no turns"),
 }
 
 

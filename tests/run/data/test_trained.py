@@ -135,10 +135,10 @@ HOSTILE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a result that says it is trained": ({}, {"messages": [*TALK, turn("tool", "x", train=True)]}, "what tools say is never trained"),
     "no such role": ({"train_on": ["system"]}, {"messages": TALK[1:]}, "no system turn: nothing to train"),
     "none of two roles": ({"train_on": ["system", "user"]}, {"messages": TALK[2:3]}, "no system or user turn: nothing to train"),
-    "a system turn of a text": ({"system": "be kind"}, {"text": "x"}, "data.system is given, and text has no turns"),
-    "roles of a text": ({"train_on": ["user"]}, {"text": "x"}, "data.train_on is given, and text has no turns"),
-    "turns of a pair": ({"turns": "last"}, {"prompt": "x", "completion": "y"}, "data.turns is given, and text has no turns"),
-    "names of roles for a text": ({"roles": {"bot": "assistant"}}, {"text": "x"}, "data.roles is given, and text has no turns"),
+    "a system turn of a text": ({"system": "be kind"}, {"text": "x"}, "data.system is given, and the row has no turns"),
+    "roles of a text": ({"train_on": ["user"]}, {"text": "x"}, "data.train_on is given, and the row has no turns"),
+    "turns of a pair": ({"turns": "last"}, {"prompt": "x", "completion": "y"}, "data.turns is given, and the row has no turns"),
+    "names of roles for a text": ({"roles": {"bot": "assistant"}}, {"text": "x"}, "data.roles is given, and the row has no turns"),
 }
 
 

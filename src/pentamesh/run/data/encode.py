@@ -7,9 +7,12 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pentamesh.errors import InputError, Problem
 from pentamesh.run.data.chat import ADD_GENERATION, Chat
 from pentamesh.run.data.forms import Form, Pair, Sample
+from pentamesh.run.data.ids import Ids
 from pentamesh.run.data.tokens import Encoded, encode_pair, encode_text
 from pentamesh.run.data.turns import Conversation
 
@@ -27,7 +30,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, form: Form) -> Encode:
     Raises: InputError, when the tokenizer has no chat template and the rows are conversations.
     """
     chat = cache(lambda: Chat.of(tokenizer))
-    if form not in ("text", "prompt_completion"):
+    if form not in ("text", "prompt_completion", "tokens"):
         chat()
 
     def encode(row: Sample) -> Encoded | list[Problem]:
@@ -35,6 +38,8 @@ def encoder(tokenizer: PreTrainedTokenizerBase, form: Form) -> Encode:
             return encode_text(tokenizer, row.content)
         if isinstance(row.content, Pair):
             return encode_pair(tokenizer, row.content.prompt, row.content.completion)
+        if isinstance(row.content, Ids):
+            return Encoded(np.array(row.content.ids, np.int32), np.array(row.content.trained, bool))
         return _conversation(chat, row.content, row.where)
 
     return encode

@@ -5,8 +5,9 @@ sharegpt           {"conversations": [{"from": "human", "value": "..."}, {"from"
 alpaca             {"instruction": "...", "input": "...", "output": "..."}: a question, its input on the next lines, and the answer
 prompt_completion  {"prompt": "...", "completion": "..."} as plain text without a template, or as two lists of messages
 text               {"text": "..."}, or a .txt file
+tokens             {"input_ids": [...], "labels": [...], "attention_mask": [...]}, the latter two where there are some
 
-Whatever the form, a row becomes a Conversation, a Pair or a text; nothing behind this file knows how it was spelled.
+Whatever the form, a row becomes a Conversation, a Pair, a text or Ids; nothing behind this file knows how it was spelled.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Literal
 
 from pentamesh.errors import InputError, Problem
 from pentamesh.job.job import Data
+from pentamesh.run.data.ids import Ids, read_ids
 from pentamesh.run.data.kinds import kind, string_fault
 from pentamesh.run.data.names import Names
 from pentamesh.run.data.rows import Place, Problems, Row, read_rows
@@ -28,7 +30,7 @@ from pentamesh.run.data.turns import MESSAGES, SHAREGPT, Conversation, Turn, rea
 
 __all__ = ["FORMS", "Content", "Form", "Given", "Pair", "Sample", "checked_rows", "form_of"]
 
-Form = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+Form = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Pair:
     completion: str
 
 
-Content = Conversation | Pair | str
+Content = Conversation | Pair | str | Ids
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Shape:
 
 
 # A key that gives away a form which is not trained yet, and the name people know that form by.
-OTHER_FORMS = {"chosen": "preference", "input_ids": "pre-tokenised"}
+OTHER_FORMS = {"chosen": "preference"}
 
 
 def form_of(places: tuple[Place, ...], asked: Literal["auto"] | Form, columns: Mapping[Any, str] | None = None) -> Form:
@@ -130,11 +132,11 @@ def _content(row: Row, form: Form, data: Data) -> Content | list[Problem]:
 def _without_turns(row: Given, tools: bool) -> Iterator[Problem]:
     """What a row or its job says of turns, where the row has none."""
     if tools:
-        what = f"`{row.names['tools']}` are given, and text has no turns that call them"
+        what = f"`{row.names['tools']}` are given, and the row has no turns that call them"
         yield Problem(what, row.where, "take them out, or write the row as messages")
     for key in ("system", "train_on", "turns", "roles"):
         if getattr(row.data, key) != Data.model_fields[key].default:
-            yield Problem(f"data.{key} is given, and text has no turns", row.where, f"leave {key} out, or write the row as messages")
+            yield Problem(f"data.{key} is given, and the row has no turns", row.where, f"leave {key} out, or write the row as messages")
 
 
 def _looks_like(value: dict[str, Any]) -> Form | None:
@@ -165,6 +167,11 @@ def _missing(row: Row, form: Form, names: Names) -> Problem:
 
 def _text(row: Given) -> Content | list[Problem]:
     return row.faults(row.filled_fault("text")) or row.value["text"]
+
+
+def _tokens(row: Given) -> Content | list[Problem]:
+    found = read_ids(row.value, row.names)
+    return row.faults(found) if isinstance(found, str) else found
 
 
 def _messages(row: Given) -> Content | list[Problem]:
@@ -209,8 +216,9 @@ def _system(row: Given) -> tuple[list[Turn], list[Problem]]:
     return ([Turn({"role": "system", "content": said})], row.faults(row.text_fault("system"))) if said else ([], [])
 
 
-# In the order in which a row is tried: a row of messages may have a text beside them.
+# In the order in which a row is tried: a row of tokens may have the messages that they were made of beside them, one of messages a text.
 FORMS: dict[Form, Shape] = {
+    "tokens": Shape(("input_ids",), '{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}', _tokens),
     "messages": Shape(("messages",), f"{{{MESSAGES.example}}}", _messages),
     "sharegpt": Shape(("conversations",), f"{{{SHAREGPT.example}}}", _sharegpt),
     "alpaca": Shape(("instruction", "output"), '{"instruction": "...", "input": "...", "output": "..."}', _alpaca),

@@ -180,7 +180,7 @@ class _TooLong:
         more = self.num_rows - len(self.places)
         what = f"{self.num_rows:,} rows are longer than batch.seq_len = {seq_len:,}: the longest has {self.longest:,} tokens"
         where = ", ".join(self.places) + (f" and {more:,} more" if more else "")
-        return Problem(what, where, f"set batch.seq_len: {self.longest}, or data.too_long: drop or truncate")
+        return Problem(what, where, f"set batch.seq_len: {self.longest}, or data.too_long: drop, truncate or split")
 
 
 def _write(job: Job, asked: Source, encode: Encode, held: frozenset[int], folder: Path, progress: Progress | None) -> dict[str, dict[str, Any]]:

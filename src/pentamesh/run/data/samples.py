@@ -136,7 +136,9 @@ class SampleWriter:
         self._files = {kind: self._paths[kind].open("wb") for kind in ("tokens", "trained")}
         self._spans = array("q")
         self._digest = hashlib.blake2b(digest_size=8)
-        self._counts = dict.fromkeys(("rows", "truncated", "samples", "tokens", "trained_tokens", "longest", "stored_tokens", "largest_id"), 0)
+        self._counts = dict.fromkeys(
+            ("rows", "truncated", "split", "untrained_pieces", "samples", "tokens", "trained_tokens", "longest", "stored_tokens", "largest_id"), 0
+        )
         self._dropped: Counter[str] = Counter()
 
     def drop(self, reason: str) -> None:
@@ -161,6 +163,8 @@ class SampleWriter:
             self._counts["longest"] = max(self._counts["longest"], n - 1)
         self._counts["rows"] += 1
         self._counts["truncated"] += cut.truncated
+        self._counts["split"] += len(cut.spans) + cut.num_untrained > 1
+        self._counts["untrained_pieces"] += cut.num_untrained
         self._counts["samples"] += len(cut.spans)
         self._counts["stored_tokens"] += len(row.ids)
         self._counts["largest_id"] = max(self._counts["largest_id"], int(row.ids.max()))

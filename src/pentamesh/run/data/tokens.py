@@ -66,22 +66,28 @@ def windows(num_tokens: int, seq_len: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Cut:
-    """The samples of one row: offset and number of tokens of each. There are none when the row is `dropped`, which says why."""
+    """The samples of one row: offset and number of tokens of each. There are none when the row is `dropped`, which says why.
+
+    num_untrained counts pieces of a row that was cut, in which nothing is trained: they are no samples.
+    """
 
     spans: tuple[tuple[int, int], ...] = ()
     dropped: str = ""
     truncated: bool = False
+    num_untrained: int = 0
 
 
-def cut_to(row: Encoded, form: Form, seq_len: int, too_long: Literal["error", "drop", "truncate"]) -> Cut:
+def cut_to(row: Encoded, form: Form, seq_len: int, too_long: Literal["error", "drop", "truncate", "split"]) -> Cut:
     """How a row becomes samples of at most `seq_len` tokens that the model reads, each followed by one that is only a target."""
     if not row.num_trained:
         return Cut(dropped="nothing_to_train")
     num_tokens = len(row.ids)
-    truncated = form != "text" and num_tokens > seq_len + 1
-    if truncated and too_long != "truncate":
+    exceeds = num_tokens > seq_len + 1
+    if not exceeds or form == "text" or too_long == "split":
+        pieces = windows(num_tokens, seq_len)
+        spans = tuple((offset, n) for offset, n in pieces if row.trained[offset + 1 : offset + n].any())
+        return Cut(spans, num_untrained=len(pieces) - len(spans))
+    if too_long != "truncate":
         return Cut(dropped="too_long")
-    spans = tuple(windows(num_tokens, seq_len)) if form == "text" else ((0, min(num_tokens, seq_len + 1)),)
-    if not any(row.trained[offset + 1 : offset + n].any() for offset, n in spans):
-        return Cut(dropped="nothing_to_train")
-    return Cut(spans, truncated=truncated)
+    kept = bool(row.trained[1 : seq_len + 1].any())
+    return Cut(((0, seq_len + 1),), truncated=True) if kept else Cut(dropped="nothing_to_train")
