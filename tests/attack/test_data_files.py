@@ -77,6 +77,15 @@ def row(**value: Any) -> bytes:
     return json.dumps(value).encode() + b"\n"
 
 
+USER, ANSWER = GOOD["messages"]
+CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
+
+
+def turns(*said: dict[str, Any], **more: Any) -> Callable[[Path], Any]:
+    """A good row, and one of these turns."""
+    return content(LINE + row(messages=list(said), **more))
+
+
 # What is done to the folder, overrides, the place that is named, and what is said of it.
 CASES: dict[str, tuple[Callable[[Path], Any], list[str], str, str]] = {
     "truncated line": (content(LINE + LINE[:40]), [], "rows.jsonl:2", "not JSON"),
@@ -144,6 +153,53 @@ CASES: dict[str, tuple[Callable[[Path], Any], list[str], str, str]] = {
     "gigantic line": (content(LINE + b'{"messages": "' + b"x" * 5000 + b'"}\n'), [], "rows.jsonl:2", "the row is longer than 4 kB"),
     "deep nesting": (content(LINE + b"[" * 3000 + b"\n"), [], "rows.jsonl:2", "JSON"),
     "number of thousands of digits": (content(LINE + b'{"messages": ' + b"9" * 3900 + b"}\n"), [], "rows.jsonl:2", "messages` is a number"),
+    "tools that the template does not show": (
+        turns(USER, ANSWER, tools=[{"name": "look"}]),
+        [],
+        "rows.jsonl:2",
+        "the chat template does not show `tools`",
+    ),
+    "tools as Python prints them": (turns(USER, ANSWER, tools="[{'name': 'look'}]"), [], "rows.jsonl:2", "`tools` is text that is not JSON"),
+    "a call that the template does not show": (turns(USER, CALLING, ANSWER), [], "rows.jsonl:2", "does not show `messages[1].tool_calls[0]`"),
+    "arguments that are no object": (
+        turns(USER, {**CALLING, "tool_calls": [{"function": {"name": "look", "arguments": "[1]"}}]}, ANSWER),
+        [],
+        "rows.jsonl:2",
+        "`messages[1].tool_calls[0].arguments` is a list, not an object",
+    ),
+    "thoughts that the template does not show": (
+        turns(USER, {**ANSWER, "reasoning_content": "a cat, a dog"}),
+        [],
+        "rows.jsonl:2",
+        "does not show `messages[1].reasoning_content`",
+    ),
+    "half a weight": (turns(USER, {**ANSWER, "weight": 0.5}), [], "rows.jsonl:2", "`messages[1].weight` is 0.5"),
+    "a mark that is text": (turns(USER, {**ANSWER, "train": "no"}), [], "rows.jsonl:2", "`messages[1].train` is a string"),
+    "a column that is not there": (lambda folder: None, ["data.columns={messages: dialog}"], "rows.jsonl:1", "no `dialog` in the row"),
+    "a column of turns that is not there": (
+        content(row(messages=[ANSWER])),
+        ["data.columns={role: who}"],
+        "rows.jsonl:1",
+        "`messages[0]` has no `who`",
+    ),
+    "a role that is none by the job": (lambda folder: None, ["data.train_on=[system]"], "rows.jsonl:1", "no system turn: nothing to train"),
+    "a system turn for text": (content(row(text="the cat")), ["data.system=x"], "rows.jsonl:1", "data.system is given, and the row has no turns"),
+    "a system turn that the template refuses": (template(NO_SYSTEM), ["data.system=x"], "rows.jsonl:1", "system turns are not supported"),
+    "labels that are shifted": (
+        content(row(input_ids=[5, 6, 7], labels=[6, 7, -100])),
+        [],
+        "rows.jsonl:1",
+        "`labels[0]` is 6 and `input_ids[0]` 5: a label is its own token, not the next one",
+    ),
+    "labels too short": (content(row(input_ids=[5, 6, 7], labels=[5])), [], "rows.jsonl:1", "`labels` has 1 entries and `input_ids` 3"),
+    "a mask with a hole": (
+        content(row(input_ids=[5, 6, 7], attention_mask=[1, 0, 1])),
+        [],
+        "rows.jsonl:1",
+        "`attention_mask[1]` is 0 between tokens",
+    ),
+    "ids in batches": (content(row(input_ids=[[5, 6], [7, 8]])), [], "rows.jsonl:1", "`input_ids[0]` is a list, not a whole number"),
+    "negative ids": (content(row(input_ids=[5, -100])), [], "rows.jsonl:1", "`input_ids[1]` is -100: an id is at least 0"),
     "hub data without a network": (
         lambda folder: None,
         ["data.train=nobody/nothing"],

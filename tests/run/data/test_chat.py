@@ -87,6 +87,28 @@ def test_a_template_that_marks_generation_is_believed_and_the_end_of_turn_is_sti
     assert trained_indices(tokenizer, talk("hello", "fine thanks", "how are you", "bye now")) == [12, 13, 14, 15, 30, 31, 32, 33]
 
 
+SPACED = "{%- for m in messages -%}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '\\n<|im_end|>\\n' }}{%- endfor -%}"
+
+
+def test_white_space_before_the_end_of_turn_is_trained_with_it(styled: Any, talk: Any) -> None:
+    messages = talk("hello", "fine", "how", "bye")
+    text, spans = Chat.of(styled("chatml", SPACED)).spans(Conversation(messages, (0, 1, 3)))
+    assert [text[start:stop] for start, stop in spans] == ["hello\n<|im_end|>", "fine\n<|im_end|>", "bye\n<|im_end|>"]
+
+
+TWICE = GENERATION.replace("m['content'] + END", "m['content'][:2]").replace(
+    "{%- endgeneration -%}{{ REST }}", "{%- endgeneration -%}{%- generation -%}{{ m['content'][2:] + '<|im_end|>' }}{%- endgeneration -%}"
+)
+
+
+def test_a_template_may_mark_a_turn_in_pieces_where_all_turns_are_trained(styled: Any, talk: Any) -> None:
+    messages, chat = talk("hello", "fine", "how", "bye"), Chat.of(styled("chatml", TWICE))
+    text, spans = chat.spans(Conversation(messages, (1, 3)))
+    assert [text[start:stop] for start, stop in spans] == ["fi", "ne<|im_end|>", "by", "e<|im_end|>"]
+    with pytest.raises(InputError, match="marks 4 spans for 2 answers, so those that are not trained cannot be told"):
+        chat.spans(Conversation(messages, (3,)))
+
+
 def test_a_template_without_generation_prompt_does_not_train_the_header(styled: Any, talk: Any) -> None:
     template = "{%- for m in messages -%}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{%- endfor -%}"
     messages = talk("hello", "assistant", "how are you", "bye now")

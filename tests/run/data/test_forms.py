@@ -140,6 +140,7 @@ RENAMED_FAULTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"columns": NAMES}, {"dialogs": DIALOG}, "did you mean 'dialogs'?"),
     ({"columns": NAMES}, {"dialog": "x"}, "`dialog` is a string, not a list"),
     ({"columns": NAMES}, {"dialog": [{"role": "user", "content": "x"}]}, "`dialog[0]` has no `speaker`"),
+    ({"columns": NAMES}, {"dialog": [{"role": "user", "content": "x"}]}, "data.columns says so; the turn has role, content"),
     ({"columns": NAMES}, {"dialog": [{"speaker": "user", "text": 3}]}, "`dialog[0].text` is a number, not a string"),
     ({"columns": NAMES}, {"dialog": [{"speaker": "usr", "text": "x"}]}, "`dialog[0].speaker` is 'usr'"),
     ({"roles": {"agent": "assistant"}}, {"messages": [{"role": "agnt", "content": "x"}]}, "did you mean 'agent'?"),

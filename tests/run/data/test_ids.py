@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,8 @@ def test_a_row_is_split_into_pieces_that_follow_each_other(write_rows: Any, tmp_
     ids = list(range(10, 23))  # the pieces: 10..14, 14..18, 18..22
     labels = [token if token in (13, 14, 18, 19) else N for token in ids]
     write_rows([{"input_ids": ids}, {"input_ids": ids, "labels": labels}, {"input_ids": ids, "labels": [N] * 9 + ids[9:]}, {"input_ids": ids[:5]}])
+    with (tmp_path / "train.jsonl").open("a") as rows:  # the first token of a piece is a target of the one before
+        rows.write(json.dumps({"input_ids": ids, "labels": [token if token == 14 else N for token in ids]}) + "\n")
     prepared = prepare(job(4, too_long="split"), chatml, tmp_path, tmp_path / "data")
     found = [(tokens.tolist(), tokens[1:][trained[1:]].tolist()) for tokens, trained in map(prepared.train.sample, range(len(prepared.train)))]
     assert found == [
@@ -131,11 +134,12 @@ def test_a_row_is_split_into_pieces_that_follow_each_other(write_rows: Any, tmp_
         ([18, 19, 20, 21, 22], [19]),
         ([18, 19, 20, 21, 22], [19, 20, 21, 22]),
         ([10, 11, 12, 13, 14], [11, 12, 13, 14]),
+        ([10, 11, 12, 13, 14], [14]),
     ]
     split = prepared.report["splits"]["train"]
-    assert (split["rows"], split["samples"], split["split"], split["untrained_pieces"], split["dropped"]) == (4, 8, 3, 2, {})
-    assert split["trained_tokens"] == sum(len(targets) for _, targets in found) == 24
-    assert (split["tokens"], split["longest"]) == (32, 4)
+    assert (split["rows"], split["samples"], split["split"], split["untrained_pieces"], split["dropped"]) == (5, 9, 4, 4, {})
+    assert split["trained_tokens"] == sum(len(targets) for _, targets in found) == 25
+    assert (split["tokens"], split["longest"]) == (36, 4)
 
 
 def test_a_conversation_is_split_and_a_preview_says_so(write_rows: Any, tmp_path: Path, chatml: Any, talk: Any) -> None:

@@ -103,7 +103,8 @@ def _turn(turn: Any, spelling: Spelling, where: str) -> tuple[Turn, list[Problem
         example = f'a turn has a "{spelling.role}" and a "{spelling.content}"'
         return Turn({}), [Problem(f"`{spelling.field}` is {kind(turn)}, not an object", where, example)]
     if spelling.role not in turn:
-        hint = _other_spelling(turn) or f"roles: {', '.join(spelling.roles)}"
+        renamed = f"data.columns says so; the turn has {', '.join(map(str, turn)) or 'nothing'}" if spelling.role in spelling.names.values() else ""
+        hint = renamed or _other_spelling(turn) or f"roles: {', '.join(spelling.roles)}"
         return Turn({}), [Problem(f"`{spelling.field}` has no `{spelling.role}`", where, hint)]
     name = turn[spelling.role]
     role = spelling.roles.get(name) if isinstance(name, str) else None
