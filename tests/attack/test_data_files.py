@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 import os
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,18 +15,20 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import ipc
 
 from pentamesh import cli
 from pentamesh.errors import InputError
 from pentamesh.job.read import read_job
 from pentamesh.run.asked import located
-from pentamesh.run.data import rows
+from pentamesh.run.data import lines
 from pentamesh.run.data.prepare import prepare
 from pentamesh.run.source import tokenizer_of
 from tests.run import toy
 
 GOOD = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sees the dog"}]}
 LINE = json.dumps(GOOD).encode() + b"\n"
+SHEET = b"instruction,output\nthe cat,sees the dog\n"
 SILENT = "{% for m in messages %}{% if m['role'] != 'assistant' %}{{ m['content'] }}{% endif %}{% endfor %}"
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('system turns are not supported') }}{% endif %}" + toy.CHATML
 
@@ -71,6 +76,52 @@ def far_future(folder: Path) -> None:
 
 def absent_template(folder: Path) -> None:
     (folder / "model/chat_template.jinja").unlink()
+
+
+def write(name: str, data: bytes) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def saved(state: bytes) -> Callable[[Path], None]:
+    """A folder that `datasets` has saved, with another state."""
+
+    def spoil(folder: Path) -> None:
+        (folder / "rows").mkdir()
+        (folder / "rows/dataset_info.json").write_text("{}")
+        (folder / "rows/state.json").write_bytes(state)
+
+    return spoil
+
+
+def arrow(values: list[dict[str, Any]], kind: pa.DataType | None = None, cut: int | None = None) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        table = pa.Table.from_pylist(values, schema=kind and pa.schema([("messages", kind)]))
+        with ipc.new_file(str(folder / "rows.feather"), table.schema) as writer:
+            writer.write_table(table)
+        (folder / "rows.feather").write_bytes((folder / "rows.feather").read_bytes()[:cut])
+
+    return spoil
+
+
+def lying_offsets(folder: Path) -> None:
+    """Text of which the second row begins far outside of the file."""
+    offsets = pa.py_buffer(struct.pack("<4i", 0, 1, 2**30, 3))
+    column = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"abc")])
+    batch = pa.RecordBatch.from_arrays([column], ["text"])
+    with ipc.new_stream(str(folder / "rows.arrow"), batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+def column_twice(folder: Path) -> None:
+    table = pa.table([pa.array(["x"]), pa.array(["y"])], names=["messages", "messages"])
+    with ipc.new_file(str(folder / "rows.feather"), table.schema) as writer:
+        writer.write_table(table)
+
+
+def nowhere(folder: Path) -> None:
+    table = pa.table({"text": ["x"], "at": pa.array([1], pa.timestamp("s", "Nowhere/City"))})
+    with ipc.new_file(str(folder / "rows.feather"), table.schema) as writer:
+        writer.write_table(table)
 
 
 def row(**value: Any) -> bytes:
@@ -129,7 +180,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], list[str], str, str]] = {
     "nothing trained": (content(LINE + row(messages=GOOD["messages"][:1])), [], "rows.jsonl:2", "no assistant turn: nothing to train"),
     "invalid UTF-8": (content(LINE + b'{"messages": "\xe9"}\n'), [], "rows.jsonl:2", "byte 14 (0xe9) is not UTF-8"),
     "UTF-16": (content(LINE.decode().encode("utf-16")), [], "rows.jsonl:1", "it looks like UTF-16"),
-    "gzip": (content(b"\x1f\x8b\x08\x00" + bytes(20)), [], "rows.jsonl:1", "it looks like gzip"),
+    "gzip": (content(b"\x1f\x8b\x08\x00" + bytes(20)), [], "rows.jsonl:1", "it looks like gzip: let its name end in .gz"),
     "link to nothing": (
         lambda folder: (folder / "link.jsonl").symlink_to("/nowhere/rows.jsonl"),
         ["data.train=link.jsonl"],
@@ -142,8 +193,13 @@ CASES: dict[str, tuple[Callable[[Path], Any], list[str], str, str]] = {
         "data.train",
         "link.jsonl is a link to link.jsonl, which is not there",
     ),
-    "folder": (lambda folder: (folder / "rows").mkdir(), ["data.train=rows"], "data.train", "is a folder"),
-    "folder named like a file": (lambda folder: (folder / "d.jsonl").mkdir(), ["data.train=d.jsonl"], "data.train", "is a folder"),
+    "folder": (lambda folder: (folder / "rows").mkdir(), ["data.train=rows"], "data.train", "is a folder without files of rows"),
+    "folder named like a file": (
+        lambda folder: (folder / "d.jsonl").mkdir(),
+        ["data.train=d.jsonl"],
+        "data.train",
+        "is a folder without files of rows",
+    ),
     "glob without a match": (lambda folder: None, ['data.train="*.ndjson"'], "data.train", "*.ndjson': looked for"),
     "glob of folders": (lambda folder: (folder / "d.ndjson").mkdir(), ['data.train="*.ndjson"'], "data.train", "*.ndjson': looked for"),
     "another kind of file": (lambda folder: (folder / "rows.pkl").touch(), ["data.train=rows.pkl"], "data.train", "none of the kinds that are read"),
@@ -200,6 +256,144 @@ CASES: dict[str, tuple[Callable[[Path], Any], list[str], str, str]] = {
     ),
     "ids in batches": (content(row(input_ids=[[5, 6], [7, 8]])), [], "rows.jsonl:1", "`input_ids[0]` is a list, not a whole number"),
     "negative ids": (content(row(input_ids=[5, -100])), [], "rows.jsonl:1", "`input_ids[1]` is -100: an id is at least 0"),
+    "sheet without a balance of quotes": (
+        write("rows.csv", SHEET + b'"the cat sees,y\n' + SHEET * 3),
+        ["data.train=rows.csv"],
+        "rows.csv:3",
+        "not CSV: unexpected end of data",
+    ),
+    "quote inside a quoted cell": (write("rows.csv", SHEET + b'"say "hi" now",y\n'), ["data.train=rows.csv"], "rows.csv:3", "expected after"),
+    "sheet with an empty header": (write("rows.csv", b",,\n1,2,3\n"), ["data.train=rows.csv"], "rows.csv:1", "the first line names no column"),
+    "sheet without rows": (write("rows.csv", b"instruction,output\n"), ["data.train=rows.csv"], "rows.csv", "the file has no rows"),
+    "sheet that is empty": (write("rows.csv", b""), ["data.train=rows.csv"], "rows.csv", "the file has no rows"),
+    "sheet with one name twice": (
+        write("rows.csv", b"output,instruction,output\n1,2,3\n"),
+        ["data.train=rows.csv"],
+        "rows.csv:1",
+        "the first line names `output` twice",
+    ),
+    "sheet with a short row": (write("rows.csv", SHEET + b"x\n"), ["data.train=rows.csv"], "rows.csv:3", "the row has 1 cells"),
+    "sheet with a long row": (write("rows.csv", SHEET + b"x,y,z\n"), ["data.train=rows.csv"], "rows.csv:3", "the row has 3 cells"),
+    "sheet of semicolons": (
+        write("rows.csv", SHEET.replace(b",", b";")),
+        ["data.train=rows.csv"],
+        "rows.csv:1",
+        "it looks like semicolons: separate by commas",
+    ),
+    "tabs under the name of commas": (
+        write("rows.csv", SHEET.replace(b",", b"\t")),
+        ["data.train=rows.csv"],
+        "rows.csv:1",
+        "it looks like tabs: let its name end in .tsv",
+    ),
+    "sheet in Latin-1": (write("rows.csv", SHEET + b"caf\xe9,y\n"), ["data.train=rows.csv"], "rows.csv:3", "byte 3 (0xe9) is not UTF-8"),
+    "sheet in UTF-16": (
+        write("rows.csv", SHEET.decode().encode("utf-16")),
+        ["data.train=rows.csv"],
+        "rows.csv:1",
+        "it looks like UTF-16: convert it to UTF-8 text",
+    ),
+    "sheet with a gigantic cell": (write("rows.csv", SHEET + b"x" * 5000 + b",y\n"), ["data.train=rows.csv"], "rows.csv:3", "the row is longer than"),
+    "sheet with Python's spelling of turns": (
+        write("rows.csv", b"messages\n\"[{'role': 'user', 'content': 'x'}]\"\n"),
+        ["data.train=rows.csv"],
+        "rows.csv:2",
+        "`messages` is not the JSON text of a list: Expecting property name",
+    ),
+    "sheet with an object for turns": (write("rows.csv", b"messages\n{}\n"), ["data.train=rows.csv"], "rows.csv:2", "it is another value"),
+    "sheet with an empty cell for turns": (
+        write("rows.csv", b"messages,id\n,2\n"),
+        ["data.train=rows.csv"],
+        "rows.csv:2",
+        "`messages` is null, not a list",
+    ),
+    "gzip cut short": (
+        write("rows.jsonl.gz", gzip.compress(LINE * 3)[:-12]),
+        ["data.train=rows.jsonl.gz"],
+        "rows.jsonl.gz, after 1 rows",
+        "not a whole gzip file: Compressed file ended",
+    ),
+    "gzip with bytes changed": (
+        write("rows.jsonl.gz", gzip.compress(LINE * 3)[:-8] + bytes(8)),
+        ["data.train=rows.jsonl.gz"],
+        "rows.jsonl.gz, after ",
+        "not a whole gzip file: CRC check failed",
+    ),
+    "gzip by name only": (
+        write("rows.jsonl.gz", LINE),
+        ["data.train=rows.jsonl.gz"],
+        "rows.jsonl.gz, after 0 rows",
+        "not a whole gzip file: Not a gzipped file",
+    ),
+    "bzip2 by name only": (
+        write("rows.txt.bz2", LINE),
+        ["data.train=rows.txt.bz2"],
+        "rows.txt.bz2, after 0 rows",
+        "not a whole bzip2 file: Invalid data stream",
+    ),
+    "xz cut short": (
+        write("rows.json.xz", lzma.compress(LINE)[:-20]),
+        ["data.train=rows.json.xz"],
+        "rows.json.xz, after 0 rows",
+        "not a whole xz file: Compressed file ended",
+    ),
+    "Zstandard cut short": (
+        write("rows.csv.zst", pa.compress(SHEET * 9, "zstd", asbytes=True)[:-3]),
+        ["data.train=rows.csv.zst"],
+        "rows.csv.zst, after 0 rows",
+        "not a whole Zstandard file",
+    ),
+    "Zstandard under a plain name": (
+        content(pa.compress(LINE, "zstd", asbytes=True)),
+        [],
+        "rows.jsonl:1",
+        "it looks like Zstandard: let its name end in .zst",
+    ),
+    "compressed Parquet": (
+        lambda folder: (folder / "rows.parquet.gz").touch(),
+        ["data.train=rows.parquet.gz"],
+        "data.train",
+        "none of the kinds that are read",
+    ),
+    "folder of other files": (
+        lambda folder: [(folder / "rows").mkdir(), (folder / "rows/a.pkl").touch()],
+        ["data.train=rows"],
+        "data.train",
+        "is a folder without files of rows",
+    ),
+    "folder of folders": (
+        lambda folder: (folder / "rows/inner").mkdir(parents=True),
+        ["data.train=rows"],
+        "data.train",
+        "or a glob: `rows/**/*.jsonl`",
+    ),
+    "saved data set without its files": (saved(b'{"_data_files": [{"filename": "gone.arrow"}]}'), ["data.train=rows"], "data.train", "gone.arrow"),
+    "saved data set with a torn state": (saved(b'{"_data_files": '), ["data.train=rows"], "data.train", "state.json cannot be read"),
+    "saved data set with another state": (saved(b"[]"), ["data.train=rows"], "data.train", "state.json cannot be read"),
+    "Arrow by name only": (write("rows.arrow", LINE), ["data.train=rows.arrow"], "rows.arrow", "not a whole Arrow file"),
+    "empty Arrow file": (write("rows.arrow", b""), ["data.train=rows.arrow"], "rows.arrow", "not a whole Arrow file"),
+    "Arrow file cut short": (arrow([GOOD], cut=-30), ["data.train=rows.feather"], "rows.feather", "not a whole Arrow file"),
+    "Arrow file with offsets that lie": (lying_offsets, ["data.train=rows.arrow"], "rows.arrow", "not a whole Arrow file"),
+    "turns as a map": (
+        arrow([{"messages": [("role", "user")]}], pa.map_(pa.string(), pa.string())),
+        ["data.train=rows.feather"],
+        "rows.feather[0]",
+        "`messages[0]` is of the type tuple, not an object",
+    ),
+    "turns as a structure of lists": (
+        arrow([{"messages": {"role": ["user"], "content": ["x"]}}]),
+        ["data.train=rows.feather"],
+        "rows.feather[0]",
+        "`messages` is an object, not a list",
+    ),
+    "bytes as a content": (
+        arrow([{"messages": [{"role": "user", "content": b"x"}]}]),
+        ["data.train=rows.feather"],
+        "rows.feather[0]",
+        "`messages[0].content` is of the type bytes",
+    ),
+    "column twice": (column_twice, ["data.train=rows.feather"], "rows.feather, after 0 rows", "several columns are called messages"),
+    "time zone that nobody knows": (nowhere, ["data.train=rows.feather"], "rows.feather, after 0 rows", "a value cannot be read"),
     "hub data without a network": (
         lambda folder: None,
         ["data.train=nobody/nothing"],
@@ -213,7 +407,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], list[str], str, str]] = {
 def test_one_clear_error(job: Path, case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     spoil, overrides, where, what = CASES[case]
     spoil(job.parent)
-    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 4000)
+    monkeypatch.setattr(lines, "MAX_ROW_BYTES", 4000)
     before = {path: path.stat().st_mtime_ns for path in job.parent.rglob("*") if path.exists()}
     monkeypatch.setattr(sys, "argv", ["pentamesh", "data", "preview", str(job), *(f"--set={override}" for override in overrides)])
     with pytest.raises(SystemExit) as end:

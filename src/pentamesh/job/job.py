@@ -97,7 +97,7 @@ TurnField = Literal["role", "content", "from", "value", "tool_calls", "reasoning
 class Data(Section):
     train: Text | None = Field(
         default=None,
-        description="Training rows: a file (.jsonl, .json, .parquet, .txt) or glob, relative to the job file, or else a hub data set (`org/name`).",
+        description="Training rows: a file (JSON, CSV, Parquet, Arrow, text), folder or glob beside the job file, or a hub data set (`org/name`).",
     )
     held_out: Text | Number | None = Field(
         default=None, description="Held-out rows: a file, glob or hub data set like `train`, or the share of training rows to hold out (0.05)."

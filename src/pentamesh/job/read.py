@@ -12,6 +12,7 @@ from typing import Any
 from pentamesh.errors import InputError, Problem
 from pentamesh.job.check import faults, sections
 from pentamesh.job.combinations import Conflict, impossible, untrainable
+from pentamesh.job.files import file_kind
 from pentamesh.job.hardware import Hardware, read_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.written import KeyPath, Written, read_text, read_value, read_yaml
@@ -62,14 +63,15 @@ def resolve(path: str, base: Path) -> Path:
     return base / os.path.expanduser(path)
 
 
-# An organisation and a name, as `datasets` takes them; what ends like a file of rows is one.
-HUB_DATA = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.ndjson)(?<!\.parquet)(?<!\.txt)")
+# An organisation and a name, as `datasets` takes them.
+HUB_DATA = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_data(name: str, base: Path) -> bool:
-    """Whether `name` can only be a data set of the hub: it is spelled like one, and no such file or folder is here."""
+    """Whether `name` can only be a data set of the hub: it is spelled like one and not like a file of rows, and no such file or folder is here."""
     target = resolve(name, base)
-    return HUB_DATA.fullmatch(name) is not None and not (target.exists() or target.is_symlink() or target.parent.exists())
+    spelled = HUB_DATA.fullmatch(name) is not None and not any(file_kind(name))
+    return spelled and not (target.exists() or target.is_symlink() or target.parent.exists())
 
 
 def _absent(name: str, base: Path, where: str) -> list[Problem]:

@@ -12,7 +12,8 @@ import pytest
 from pentamesh.errors import InputError, Problem
 from pentamesh.run.data.forms import checked_rows, form_of
 from pentamesh.run.data.places import find_files
-from pentamesh.run.data.rows import MAX_PROBLEMS, Problems, Row, read_rows
+from pentamesh.run.data.problems import MAX_PROBLEMS, Problems
+from pentamesh.run.data.rows import Row, read_rows
 
 GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
@@ -182,15 +183,15 @@ def test_globs_are_sorted_and_relative_to_the_job(tmp_path: Path) -> None:
         ("trian.jsonl", r"looked for .*trian.jsonl\n.*data.train\nhint: did you mean train.jsonl"),
         ("no/train.jsonl", r"there is no folder .*no"),
         ("*.json", r"no file '\*.json'"),
-        ("sub", r"is a folder\n.*\nhint: name its files: `sub/\*.jsonl`"),
-        ("x.csv", r"none of the kinds that are read: .jsonl"),
+        ("sub", r"is a folder without files of rows\n.*\nhint: kinds that are read: .jsonl"),
+        ("x.rst", r"none of the kinds that are read: .jsonl"),
         ("dangling.jsonl", r"is a link to gone.jsonl, which is not there"),
         ("loop.jsonl", r"is a link to loop.jsonl, which is not there"),
     ],
 )
 def test_files_that_are_not_there_say_where_was_looked(tmp_path: Path, pattern: str, expected: str) -> None:
     written(tmp_path, "{}", "train.jsonl")
-    written(tmp_path, "{}", "x.csv")
+    written(tmp_path, "{}", "x.rst")
     (tmp_path / "dangling.jsonl").symlink_to("gone.jsonl")
     (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
     (tmp_path / "sub").mkdir()

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pentamesh.errors import InputError, Problem
-from pentamesh.run.data import arrays, rows
+from pentamesh.run.data import arrays, lines
 from pentamesh.run.data.arrays import Cut, elements
 from pentamesh.run.data.forms import checked_rows, form_of
 from pentamesh.run.data.rows import Problems, Row, read_rows
@@ -103,8 +103,8 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path, name: str) -> None:
 
 
 def test_a_gigantic_line_is_named_and_the_lines_after_it_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 100)
-    monkeypatch.setattr(rows, "CHUNK_BYTES", 7)
+    monkeypatch.setattr(lines, "MAX_ROW_BYTES", 100)
+    monkeypatch.setattr(lines, "CHUNK_BYTES", 7)
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n{"text": "' + "x" * 1000 + '"}\r\n{"text": "b"}\n')
     first, second, third = read_rows((path,))
@@ -116,7 +116,7 @@ def test_a_gigantic_line_is_named_and_the_lines_after_it_are_read(tmp_path: Path
 
 
 def test_a_gigantic_element_and_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 100)
+    monkeypatch.setattr(lines, "MAX_ROW_BYTES", 100)
     monkeypatch.setattr(arrays, "CHUNK_BYTES", 16)
     (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, {"text": "x" * 1000}]))
     (tmp_path / "a.txt").write_text("x" * 1000)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import glob
+import json
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from pentamesh.errors import InputError, reason
+from pentamesh.job.files import KINDS, file_kind
 from pentamesh.job.job import Data
 from pentamesh.job.read import is_hub_data
-from pentamesh.run.data.rows import READERS, HubSplit, Place
+from pentamesh.run.data.rows import HubSplit, Place
 from pentamesh.units import format_path
 
 __all__ = ["find_files", "find_places", "hub_split"]
@@ -40,14 +42,14 @@ def find_places(data: Data, key: str, base: Path) -> tuple[Place, ...]:
 
 
 def find_files(pattern: str, base: Path, key: str) -> tuple[Path, ...]:
-    """The files that `pattern` (a path or a glob, relative to `base`) names, sorted. Raises InputError where there is none to read."""
+    """The files that `pattern` (a path, a folder or a glob, relative to `base`) names, sorted. Raises InputError where there is none to read."""
     path = Path(format_path(base / pattern))  # rows are named by their file, in errors and in a preview
     if path.is_symlink() and not path.exists():
         raise InputError(f"{path} is a link to {path.readlink()}, which is not there", where=key, hint="name the file itself")
     if path.is_file():
         return (_readable(path, key),)
     if path.is_dir():
-        raise InputError(f"{path} is a folder", where=key, hint=f"name its files: `{pattern.rstrip('/')}/*.jsonl`")
+        return _in_folder(path, key)
     found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
     files = tuple(_readable(file, key) for file in found if file.is_file())
     if not files:
@@ -56,11 +58,38 @@ def find_files(pattern: str, base: Path, key: str) -> tuple[Path, ...]:
 
 
 def _readable(path: Path, key: str) -> Path:
-    if path.suffix.lower() not in READERS:
-        raise InputError(
-            f"{path} is none of the kinds that are read: {', '.join(READERS)}", where=key, hint="convert it to .jsonl, one JSON object a line"
-        )
+    if not any(file_kind(path.name)):
+        raise InputError(f"{path} is none of the kinds that are read: {KINDS}", where=key, hint="convert it to .jsonl, one JSON object a line")
     return path
+
+
+def _in_folder(folder: Path, key: str) -> tuple[Path, ...]:
+    """The files of rows that lie in a folder itself, sorted; of one that `datasets` has saved, those that its state names, in that order."""
+    if (splits := folder / "dataset_dict.json").is_file():
+        names = ", ".join(f"`{folder.name}/{name}`" for name in _saved(splits, "splits", key))
+        raise InputError(f"{folder} holds several splits", where=key, hint=f"name one of them: {names}")
+    if (state := folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return tuple(_there(folder / str(file["filename"]), key) for file in _saved(state, "_data_files", key))
+    beside = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "_")))
+    if files := tuple(path for path in beside if path.is_file() and any(file_kind(path.name))):
+        return files
+    inner = any(path.is_dir() for path in beside)
+    hint = f"name the folder that has them, or a glob: `{folder.name}/**/*.jsonl`" if inner else f"kinds that are read: {KINDS}"
+    raise InputError(f"{folder} is a folder without files of rows", where=key, hint=hint)
+
+
+def _there(file: Path, key: str) -> Path:
+    if not file.is_file():
+        raise InputError(f"{file} is not there, and state.json names it", where=key, hint="save the data set again with save_to_disk")
+    return _readable(file, key)
+
+
+def _saved(file: Path, field: str, key: str) -> list[Any]:
+    """What `datasets` wrote of a folder that it saved."""
+    try:
+        return list(json.loads(file.read_text(encoding="utf-8"))[field])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} cannot be read: {reason(error)}", where=key, hint="save the data set again with save_to_disk") from error
 
 
 def _similar(path: Path) -> str:

@@ -23,7 +23,8 @@ from pentamesh.job.job import Data, Job
 from pentamesh.run.data.encode import Encode, encoder
 from pentamesh.run.data.forms import Form, Sample, checked_rows, form_of
 from pentamesh.run.data.places import find_places
-from pentamesh.run.data.rows import MAX_PLACES, HubSplit, Place, Problems
+from pentamesh.run.data.problems import MAX_PLACES, Problems, listed
+from pentamesh.run.data.rows import HubSplit, Place
 from pentamesh.run.data.samples import MANIFEST, SCHEMA, VERSION, Prepared, SampleWriter, check_replaceable, open_prepared
 from pentamesh.run.data.tokens import Encoded, cut_to
 from pentamesh.run.data.turns import Conversation, answers
@@ -177,10 +178,9 @@ class _TooLong:
             self.places.append(f"{where} ({length:,})")
 
     def problem(self, seq_len: int) -> Problem:
-        more = self.num_rows - len(self.places)
         what = f"{self.num_rows:,} rows are longer than batch.seq_len = {seq_len:,}: the longest has {self.longest:,} tokens"
-        where = ", ".join(self.places) + (f" and {more:,} more" if more else "")
-        return Problem(what, where, f"set batch.seq_len: {self.longest}, or data.too_long: drop, truncate or split")
+        hint = f"set batch.seq_len: {self.longest}, or data.too_long: drop, truncate or split"
+        return Problem(what, listed(self.places, self.num_rows), hint)
 
 
 def _write(job: Job, asked: Source, encode: Encode, held: frozenset[int], folder: Path, progress: Progress | None) -> dict[str, dict[str, Any]]:
