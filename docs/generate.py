@@ -84,7 +84,7 @@ def _type_name(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in args)
-    if origin is list:
+    if origin is tuple and args[-1] is Ellipsis:
         return f"list of {_type_name(args[0])}"
     if origin is tuple:
         return f"list of {len(args)} numbers"

@@ -249,13 +249,12 @@ def data_preview_command(
 
 def _plan(target: str, flags: list[tuple[str, str, str]], overrides: list[str]) -> "Plan":
     from pentamesh.job.hardware import read_hardware
-    from pentamesh.model.read import read_model
+    from pentamesh.plan.model import model_of
     from pentamesh.plan.search import plan
 
     base = Path(target).parent if _is_job_file(target) else Path()
     job, recorded = _job_of_file(Path(target), flags, overrides) if _is_job_file(target) else (_job_of_flags(target, flags, overrides), {})
-    model = read_model(job.model.name, base, job.model.revision)
-    return plan(job, model, read_hardware(job.hardware), overrides=recorded)
+    return plan(job, model_of(job, base), read_hardware(job.hardware), overrides=recorded)
 
 
 def _is_job_file(target: str) -> bool:

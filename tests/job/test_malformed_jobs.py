@@ -83,22 +83,22 @@ ONE_ERROR = {
     "text for a list": (
         "model: m\ndata:\n  train_on: assistant\n",
         (
-            "train_on = 'assistant' is not a list, each one of `system`, `user`, `assistant`",
+            "train_on = 'assistant' is not a list of one of `system`, `user`, `assistant`",
             "job.yaml:3 data.train_on",
             "write it as a list: [assistant]",
         ),
     ),
     "list with an unknown value": (
         "model: m\ndata:\n  train_on: [asistant]\n",
-        ("train_on = ['asistant'] is not a list, each one of `system`, `user`, `assistant`", "job.yaml:3 data.train_on", "did you mean `assistant`?"),
+        ("train_on = ['asistant'] is not a list of one of `system`, `user`, `assistant`", "job.yaml:3 data.train_on", "did you mean `assistant`?"),
     ),
     "list of nothing": (
         "model: m\ndata:\n  train_on: []\n",
-        ("train_on = [] is not a list, each one of `system`, `user`, `assistant`", "job.yaml:3 data.train_on", "Roles whose turns are trained"),
+        ("train_on = [] is not a list of one of `system`, `user`, `assistant`", "job.yaml:3 data.train_on", "Roles whose turns are trained"),
     ),
     "list with what is never trained": (
         "model: m\ndata:\n  train_on: [assistant, tool]\n",
-        ("train_on = ['assistant', 'tool'] is not a list, each one of `system`, `user`, `assistant`", "job.yaml:3 data.train_on", "assistant"),
+        ("train_on = ['assistant', 'tool'] is not a list of one of `system`, `user`, `assistant`", "job.yaml:3 data.train_on", "assistant"),
     ),
     "duplicate key": (
         "model: m\nbatch:\n  seq_len: 1k\n  micro_batch: 1\n  seq_len: 2k\n",

@@ -10,6 +10,7 @@ import pytest
 from pentamesh.layout.policy import Policy
 from pentamesh.model.facts import read_facts
 from pentamesh.model.families import generic
+from pentamesh.model.frozen import frozen
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.ledger import differences
 from pentamesh.run.trace import traced
@@ -25,7 +26,7 @@ class Undescribed(Trial):
 
     @property
     def model(self) -> ModelSpec:
-        return generic.describe(read_facts(json.dumps(traced(self.config)), "toy"), self.config, "toy")
+        return frozen(generic.describe(read_facts(json.dumps(traced(self.config)), "toy"), self.config, "toy"), self.freeze)
 
 
 def trial(toy: str, strategy: str, grad_accum: int) -> Undescribed:
@@ -42,9 +43,10 @@ def test_float64(case: tuple[str, str, int]) -> None:
     assert max(errors.values()) < 1e-10, errors
 
 
+@pytest.mark.parametrize("freeze", [(), ("*embed*", "*.0.*", "*norm*")], ids=["all trained", "lower frozen"])
 @pytest.mark.parametrize("toy", ["olmo3", "granite"])
-def test_full_shard_moves_what_is_predicted(toy: str) -> None:
-    wanted = replace(trial(toy, "full_shard", 4), num_steps=4)
+def test_full_shard_moves_what_is_predicted(toy: str, freeze: tuple[str, ...]) -> None:
+    wanted = replace(trial(toy, "full_shard", 4), num_steps=4, freeze=freeze)
     for rank, found in enumerate(run_world(outcome, 4, wanted)):
         assert not found.split_errors
         assert not differences(predicted_ledger(wanted, found.lengths, rank), found.ledger)

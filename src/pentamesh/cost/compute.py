@@ -14,6 +14,7 @@ from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import DATA_AXES
 from pentamesh.layout.policy import Policy, head_piece, scores_at_once
 from pentamesh.model.roles import Role
+from pentamesh.model.spec import ModelSpec
 
 __all__ = ["Work", "flop_per_token", "offloading_s", "peak_flop_per_s", "tokens_per_step", "work"]
 
@@ -73,14 +74,45 @@ class Work(NamedTuple):
 def flop_per_token(held: Holding, seq_len: int) -> float:
     """Model FLOP that the method needs per token: 6 per matmul parameter and 12 L s a d, or under adapters 4 and the same attention.
 
-    A frozen weight has no gradient: its third of the work falls away, and adapters add their own 6. Source: PaLM (arXiv 2204.02311)
-    appendix B; QLoRA (arXiv 2305.14314).
+    A frozen weight has no gradient: its third of the work falls away, and adapters add their own 6; below everything that is trained there is
+    no backward. Source: PaLM (arXiv 2204.02311) appendix B; QLoRA (arXiv 2305.14314).
     """
     whole = held.model.flop_per_token(seq_len)
     if not held.is_adapted:
-        return whole
+        attention, share = held.model.attention_flop_per_token(seq_len), _goes_back(held.model)
+        head = 6 * _head_numel(held.model)
+        return whole - BACKWARD * ((whole - attention - head) * (1 - share.blocks) + head * (1 - share.head) + attention * (1 - share.layers))
     trained = sum(t.numel for u in held.trained_units for t in u.tensors for _ in range(u.count))
     return whole - 2 * held.model.matmul_parameters + 6 * trained
+
+
+class _Share(NamedTuple):
+    """Of a backward in which everything is trained, what there is: of the blocks' matmuls, of their layers, and of the head."""
+
+    blocks: float
+    layers: float
+    head: float
+
+
+@lru_cache(maxsize=64)
+def _goes_back(model: ModelSpec) -> _Share:
+    """A matmul's backward is the gradient of its input, where anything before it is trained, and that of its weight, where that is."""
+    if model.num_trained_parameters == model.num_parameters:
+        return _Share(1.0, 1.0, 1.0)
+    places = {t.name: place for place, t in enumerate(model.parameters)}
+    whole, there = Counter[bool](), Counter[bool]()
+    for t in model.tensors:
+        if t.kind == "matmul":
+            passes = model.first_trained < places.get(t.name, len(places))  # a tied head reads the stream last of all
+            whole[bool(t.unit)] += 2 * t.met_numel
+            there[bool(t.unit)] += (passes + t.trained) * t.met_numel
+    blocks = [unit for unit in model.kinds if not unit.is_root]
+    layers = sum(u.count for u in blocks if u.reached) / max(1, sum(u.count for u in blocks))
+    return _Share(there[True] / max(1, whole[True]), layers, there[False] / max(1, whole[False]))
+
+
+def _head_numel(model: ModelSpec) -> int:
+    return sum(t.met_numel for t in model.tensors if t.kind == "matmul" and not t.unit)
 
 
 def peak_flop_per_s(device: Device, precision: Precision) -> float:
@@ -96,7 +128,9 @@ def work(held: Holding, policy: Policy, precision: Precision, batch: Batch, devi
     forward, again = (times * launch_s for times in HOST[policy.recompute])
     forward_s = max((dear_s + cheap_s + head_s) * FORWARD, forward)
     repeated_s = {"none": 0.0, "selective": cheap_s, "full": dear_s + cheap_s}[policy.recompute]
-    backward_s = max((dear_s + cheap_s + head_s) * BACKWARD, 2 * launch_s) + max(repeated_s * FORWARD, again)
+    share = _goes_back(held.model)
+    backward_s = max((dear_s * share.blocks + cheap_s * share.layers + head_s * share.head) * BACKWARD, 2 * launch_s * share.layers)
+    backward_s += max(repeated_s * FORWARD, again) * share.layers
     carried_s = offloading_s(held, policy, precision, batch, device)
     return Work(forward_s + carried_s, backward_s + carried_s, _optimizer_s(held, precision, device))
 
@@ -118,8 +152,8 @@ def _blocks_s(held: Holding, precision: Precision, micro_batch: int, seq_len: in
     mesh, model, reach = held.layout.mesh, held.model, EFFICIENCY[device.kind]
     tokens = activations.local_tokens(held.layout, micro_batch, seq_len)
     share = held.stage_num_layers(0) / model.num_layers / mesh.tp
-    head = sum(t.met_numel for t in model.tensors if t.kind == "matmul" and not t.unit)
-    matmul = flop_per_token(held, seq_len) - model.attention_flop_per_token(seq_len) - 6 * head
+    whole = flop_per_token(held, seq_len) if held.is_adapted else model.flop_per_token(seq_len)
+    matmul = whole - model.attention_flop_per_token(seq_len) - 6 * _head_numel(model)
     peak = peak_flop_per_s(device, precision)
     attention_s = _attention_s(held, micro_batch, seq_len, peak, device)
     saved = activations.local_bytes(activations.block(model, held.layout, micro_batch, seq_len, precision.compute), held.layout)
@@ -152,7 +186,7 @@ def _head_s(held: Holding, precision: Precision, micro_batch: int, seq_len: int,
     flop = 6 * held.head_numel * tokens
     pieces = -(-tokens // head_piece(tokens, held.model.vocab, held.layout.mesh.tp, device.kind))
     # Whole logits of an undescribed model, and a frozen head, add nothing up.
-    added = TRAFFIC_PER_ADDED * held.head_numel * pieces if pieces > 1 and held.model.is_described and not held.is_adapted else 0
+    added = TRAFFIC_PER_ADDED * held.head_numel * pieces if pieces > 1 and held.model.is_described and held.trains_head else 0
     return flop / (peak_flop_per_s(device, precision) * reach.matmul) + (TRAFFIC_PER_LOGIT * logits + added) / (
         device.memory_bytes_per_s * reach.memory
     )

@@ -69,7 +69,7 @@ class Holding:
     """Elements that the fullest rank of a layout holds of a model, in every role that rests or works. Equal to itself only: what is computed
     for one is remembered under it.
 
-    `trained` is the model itself, or its adapters; `frozen` the base under adapters.
+    `trained` is what of the model is not frozen, or its adapters.
     """
 
     model: ModelSpec
@@ -88,13 +88,13 @@ class Holding:
     def is_adapted(self) -> bool:
         return self.method in ("lora", "qlora")
 
-    def root_numel(self, role: Role, stage: int) -> int:
-        """Elements of the root that a pipeline stage holds."""
-        return _root_numel(self.model, role, self.layout, stage)
+    def root_numel(self, role: Role, stage: int, *, trained: bool = False) -> int:
+        """Elements of the root that a pipeline stage holds; adapters have none."""
+        return 0 if trained and self.is_adapted else _root_numel(self.model, role, self.layout, stage, trained)
 
     def block_numel(self, role: Role, *, trained: bool = False) -> int:
         """Elements of the largest block."""
-        return max((_unit_numel(u, role, self.layout) for u in self._blocks(trained)), default=0)
+        return max((_unit_numel(u, role, self.layout, trained) for u in self._blocks(trained)), default=0)
 
     def blocks_numel(self, role: Role, stage: int, *, trained: bool = False) -> int:
         """Elements of the blocks of one pipeline stage; where blocks differ, a stage has its even share of each kind, rounded up."""
@@ -104,12 +104,24 @@ class Holding:
         return [unit for unit in (self.trained_units if trained else self.units) if not unit.is_root]
 
     def stage_numel(self, role: Role, stage: int, *, trained: bool = False) -> int:
-        """Elements of everything a stage holds; adapters have no root."""
-        root = 0 if trained and self.is_adapted else self.root_numel(role, stage)
-        return root + self.blocks_numel(role, stage, trained=trained)
+        """Elements of everything a stage holds."""
+        return self.root_numel(role, stage, trained=trained) + self.blocks_numel(role, stage, trained=trained)
 
     def stage_num_layers(self, stage: int) -> int:
         return stage_layers(self.model.num_layers, self.layout.mesh.pp)[stage]
+
+    def stage_num_reached(self, stage: int) -> int:
+        """Of the layers of a stage, those that have a backward: all but the ones below everything that is trained."""
+        blocks = [unit for unit in self.units if not unit.is_root]
+        below = sum(u.count for u in blocks if not u.reached) * self.model.num_layers // max(1, sum(u.count for u in blocks))
+        before = sum(self.stage_num_layers(earlier) for earlier in range(stage))
+        layers = self.stage_num_layers(stage)
+        return min(layers, max(0, before + layers - below))
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the head, tied or not, has a gradient."""
+        return not self.is_adapted and any(t.trained for t in self.model.tensors if t.kind == "matmul" and not t.unit and t.met[0])
 
     @cached_property
     def head_numel(self) -> int:
@@ -119,7 +131,7 @@ class Holding:
     @cached_property
     def largest_tensor_numel(self) -> int:
         """Elements of the largest trained tensor that a rank updates."""
-        return max((split(t, Role.STATE, self.layout).max_local_numel for u in self.trained_units for t in u.tensors), default=0)
+        return max((split(t, Role.STATE, self.layout).max_local_numel for u in self.trained_units for t in u.tensors if t.trained), default=0)
 
 
 @lru_cache(maxsize=4096)
@@ -127,22 +139,22 @@ def _blocks_numel(held: Holding, role: Role, stage: int, trained: bool) -> int:
     units, pp = held._blocks(trained), held.layout.mesh.pp
     layers = sum(u.count for u in units)
     mine = stage_layers(layers, pp)[stage]
-    return sum(_unit_numel(u, role, held.layout) * (u.count if pp == 1 else -(-u.count * mine // layers)) for u in units)
+    return sum(_unit_numel(u, role, held.layout, trained) * (u.count if pp == 1 else -(-u.count * mine // layers)) for u in units)
 
 
 @lru_cache(maxsize=4096)
-def _unit_numel(unit: Unit, role: Role, layout: Layout) -> int:
-    return _local_numel(unit.tensors, *_alike(role, layout))
+def _unit_numel(unit: Unit, role: Role, layout: Layout, trained: bool) -> int:
+    return _local_numel(unit.tensors, *_alike(role, layout), trained)
 
 
 @lru_cache(maxsize=4096)
-def _root_numel(model: ModelSpec, role: Role, layout: Layout, stage: int) -> int:
-    return _local_numel(stage_root(model, layout.mesh.pp, stage), *_alike(role, layout))
+def _root_numel(model: ModelSpec, role: Role, layout: Layout, stage: int, trained: bool) -> int:
+    return _local_numel(stage_root(model, layout.mesh.pp, stage), *_alike(role, layout), trained)
 
 
 @lru_cache(maxsize=4096)
-def _local_numel(tensors: tuple[TensorSpec, ...], role: Role, layout: Layout) -> int:
-    return sum(split(t, role, layout).max_local_numel for t in tensors)
+def _local_numel(tensors: tuple[TensorSpec, ...], role: Role, layout: Layout, trained: bool) -> int:
+    return sum(split(t, role, layout).max_local_numel for t in tensors if t.trained or not trained)
 
 
 @lru_cache(maxsize=4096)
@@ -174,23 +186,25 @@ def states(held: Holding, precision: Precision, stage: int = 0) -> dict[str, int
     """Bytes of weights, gradients and optimizer state on the fullest rank of a pipeline stage, exact from `split`: the table of ZeRO.
 
     Under adapters the base rests in the compute dtype (projections of blocks in NF4 for qlora; embedding and head stay in the compute dtype).
+    What is frozen rests as what is trained does, masters of ZeRO included, so that it is exported as it came; it has neither gradient nor moments.
     """
-    width = widths(precision, held.layout, held.method)
+    width, moments = widths(precision, held.layout, held.method), 2 * ITEMSIZE[precision.state]
+    updated, own = held.stage_numel(Role.STATE, stage, trained=True), held.stage_numel(Role.STATE, stage, trained=held.is_adapted)
     return {
-        "weights": held.stage_numel(Role.WEIGHT, stage, trained=True) * width.weight + _base_bytes(held, width, stage),
+        "weights": held.stage_numel(Role.WEIGHT, stage, trained=held.is_adapted) * width.weight + _base_bytes(held, width, stage),
         "gradients": held.stage_numel(Role.GRADIENT, stage, trained=True) * width.gradient,
-        "optimizer": held.stage_numel(Role.STATE, stage, trained=True) * width.state,
+        "optimizer": updated * moments + own * (width.state - moments),
     }
 
 
 def resting(held: Holding, precision: Precision, stage: int = 0) -> dict[str, int]:
-    """Bytes that are there at every moment: the weights that this rank updates, their moments, and a frozen base.
+    """Bytes that are there at every moment: the weights that this rank keeps, moments of those that it updates, and a base under adapters.
 
     ZeRO-1 and ZeRO-2 rest like full shard: the whole weights that `states` counts are gathered when a step begins, and gone when it ends.
     """
-    updated, width = held.stage_numel(Role.STATE, stage, trained=True), widths(precision, held.layout, held.method)
-    weights = updated * ITEMSIZE[precision.weight] + _base_bytes(held, width, stage)
-    return {"weights": weights, "optimizer": updated * 2 * ITEMSIZE[precision.state]}
+    own, width = held.stage_numel(Role.STATE, stage, trained=held.is_adapted), widths(precision, held.layout, held.method)
+    weights = own * ITEMSIZE[precision.weight] + _base_bytes(held, width, stage)
+    return {"weights": weights, "optimizer": held.stage_numel(Role.STATE, stage, trained=True) * 2 * ITEMSIZE[precision.state]}
 
 
 def _base_bytes(held: Holding, width: Widths, stage: int) -> int:

@@ -91,9 +91,9 @@ class _Rank:
     kind: str
 
     def moments(self) -> tuple[_Moment, ...]:
-        """Backward turns activations into gradients block by block, so that it is fullest at its first block or at its last."""
-        layers = self.held.stage_num_layers(self.stage)
-        return (self._loss(), self._backward(layers), self._backward(1), self._end_of_backward(), self._update())
+        """Backward turns activations into gradients block by block, so that it is fullest at its first block or at its last, if it comes to any."""
+        blocks = (self._backward(self._layers), self._backward(1)) if self._layers else ()
+        return (self._loss(), *blocks, self._end_of_backward(), self._update())
 
     # Sizes
 
@@ -108,22 +108,25 @@ class _Rank:
 
     def _trained(self, which: str, itemsize: int) -> int:
         """As `_parameters`, of what has a gradient."""
-        if not self.held.is_adapted:
-            return self._parameters(which, itemsize)
-        block, blocks = self.held.block_numel(Role.USE, trained=True), self.held.blocks_numel(Role.USE, self.stage, trained=True)
-        return {"root": 0, "block": block, "blocks": blocks}[which] * itemsize
+        numel = {
+            "root": lambda: self.held.root_numel(Role.USE, self.stage, trained=True),
+            "block": lambda: self.held.block_numel(Role.USE, trained=True),
+            "blocks": lambda: self.held.blocks_numel(Role.USE, self.stage, trained=True),
+        }[which]()
+        return numel * itemsize
 
     def _saved(self, listed: Callable[..., tuple[activations.Saved, ...]], *asked: str, **named: bool) -> int:
         """Bytes of what a function of `activations` lists for this rank's micro-batches."""
         return _saved_bytes(listed, self.held.model, self._layout, *self._shape, self.precision.compute, *asked, **named)
 
     def _share(self, num_bytes: int, layers: int) -> int:
-        """Of what all blocks of the stage take, the part of `layers` of them."""
-        return round(num_bytes * layers / self._layers)
+        """Of what all blocks with a backward take, the part of `layers` of them."""
+        return round(num_bytes * layers / max(1, self._layers))
 
-    @property
+    @cached_property
     def _layers(self) -> int:
-        return self.held.stage_num_layers(self.stage)
+        """Blocks of the stage that have a backward. Those below everything that is trained keep nothing."""
+        return self.held.stage_num_reached(self.stage)
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -183,7 +186,7 @@ class _Rank:
 
     def _head(self) -> int:
         """The gradient of the head while blocks go back, which a tied embedding shares."""
-        return self.held.head_numel * self._compute if self._is_last and not self.held.is_adapted else 0
+        return self.held.head_numel * self._compute if self._is_last and self.held.trains_head else 0
 
     # Parameters in use
 
@@ -195,14 +198,19 @@ class _Rank:
             return self._casts(layers)
         if self._layout.cuts_weights and self.policy.reshard:
             return self._parameters("root", self._compute) + 2 * self._base_block()
-        return self._parameters("root", self._compute) + self._share(self._parameters("blocks", self._compute), layers)
+        below = self.held.stage_num_layers(self.stage) - self._layers
+        return self._parameters("root", self._compute) + self._used_blocks(below + layers)
+
+    def _used_blocks(self, layers: int) -> int:
+        """Parameters in the compute dtype of `layers` blocks, with a backward or without."""
+        return round(self._parameters("blocks", self._compute) * layers / self.held.stage_num_layers(self.stage))
 
     def _casts(self, layers: int) -> int:
         """Copies in the compute dtype: autograd keeps those of every block that has not gone back, unless it is recomputed."""
         if self.precision.compute == self.precision.weight:
             return 0
         kept = layers if self.policy.recompute == "none" else 1
-        return self._parameters("root", self._compute) + self._share(self._parameters("blocks", self._compute), kept)
+        return self._parameters("root", self._compute) + self._used_blocks(kept)
 
     def _base_block(self) -> int:
         """A gathered block: in the compute dtype; qlora gathers it in NF4 and dequantises one projection at a time."""
@@ -256,7 +264,7 @@ class _Rank:
 
     @property
     def _logits(self) -> int:
-        return self._saved(activations.logits, self.kind, frozen=self.held.is_adapted) if self._is_last else 0
+        return self._saved(activations.logits, self.kind, frozen=not self.held.trains_head) if self._is_last else 0
 
     # Moments
 

@@ -52,6 +52,8 @@ OTHER_WORDS = {
     "sample_packing": "batch.packing",
     "packed_sequence": "batch.packing",
     "length_grouped_sampling": "batch.group_by_length",
+    "freeze_layers": "training.freeze",
+    "frozen_parameters": "training.freeze",
 }
 OTHER_VALUES = {
     "full": "parameters",
@@ -153,8 +155,8 @@ def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return ("one of " if len(args) > 1 else "") + ", ".join(f"`{value}`" for value in args)
     if origin is dict:
         return f"a mapping to {_kind(args[1])}"
-    if origin is list:
-        return f"a list, each {_kind(args[0])}"
+    if origin is tuple and args[-1] is Ellipsis:
+        return f"a list of {_kind(args[0])}"
     if origin is tuple:
         return f"a list of {len(args)} numbers, each {_kind(args[0]).removeprefix('a number ')}"
     if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -177,7 +179,7 @@ def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
 def _cure(field: FieldInfo, value: Any) -> str:
     """A value that would work, when one can be guessed."""
     choices = [str(c) for option in (field.annotation, *get_args(field.annotation)) if get_origin(option) is Literal for c in get_args(option)]
-    if get_origin(field.annotation) is list and value in choices:
+    if get_origin(field.annotation) is tuple and value in choices:
         return f"write it as a list: [{value}]"
     if choices:
         near = difflib.get_close_matches(str(value).lower(), choices, n=1) or [OTHER_VALUES.get(str(value).lower().replace("-", "_"), "")]
@@ -196,7 +198,7 @@ def _cure(field: FieldInfo, value: Any) -> str:
 
 
 def _about(field: FieldInfo) -> str:
-    default = "" if field.is_required() or field.default is None else f" Left out, it is {_shown(field.default)}."
+    default = "" if field.is_required() or field.default in (None, ()) else f" Left out, it is {_shown(field.default)}."
     return f"{field.description}{default}"
 
 

@@ -23,6 +23,7 @@ class Conflict(NamedTuple):
 def impossible(job: Job, hardware: Hardware | None) -> Iterator[Conflict]:
     """What can never run as it was written. `hardware` is None where it is this machine, or is itself wrong."""
     yield from _length(job)
+    yield from _frozen(job)
     yield from _batch(job)
     yield from _optimizer(job)
     yield from _held_out(job)
@@ -41,6 +42,12 @@ def _length(job: Job) -> Iterator[Conflict]:
     if training.steps is not None and optimizer.warmup_steps > training.steps:
         what = f"warmup_steps = {optimizer.warmup_steps} is more than steps = {training.steps}"
         yield Conflict(("optimizer.warmup_steps", "training.steps"), what, f"use warmup_steps = {training.steps // 10} or train longer")
+
+
+def _frozen(job: Job) -> Iterator[Conflict]:
+    if job.training.freeze and job.method in ("lora", "qlora"):
+        what = f"freeze with method = {job.method}, which freezes every weight of the model and trains adapters"
+        yield Conflict(("training.freeze", "method"), what, "leave freeze out, or use method: full")
 
 
 def _batch(job: Job) -> Iterator[Conflict]:

@@ -120,8 +120,8 @@ class Data(Section):
         default=None,
         description="Chat template in place of the model's: a Jinja file, relative to the job file, or its text. The export carries it.",
     )
-    train_on: list[Literal["system", "user", "assistant"]] = Field(
-        default=["assistant"], min_length=1, description="Roles whose turns are trained, where a turn does not say itself by `train` or `weight`."
+    train_on: tuple[Literal["system", "user", "assistant"], ...] = Field(
+        default=("assistant",), min_length=1, description="Roles whose turns are trained, where a turn does not say itself by `train` or `weight`."
     )
     turns: Literal["all", "last"] = Field(default="all", description="Which turns of these roles are trained: all, or the last of a row.")
     too_long: Literal["error", "drop", "truncate", "split"] = Field(
@@ -160,6 +160,9 @@ class Training(Section):
     steps: Count | None = Field(default=None, ge=1, description="Optimizer steps; give this or `epochs`.")
     epochs: Number | None = Field(default=None, gt=0, le=1e6, description="Passes over the training rows; give this or `steps`.")
     seed: Count = Field(default=0, ge=0, description="Decides data order and random initial weights, on any layout alike; dropout differs by rank.")
+    freeze: tuple[Text, ...] = Field(
+        default=(), description="Patterns of names of parameters that are not trained: `model.embed_tokens.*`, `model.layers.[0-9].*`, `*norm*`."
+    )
     compile: bool = Field(default=False, description="Compile each block with torch.compile; needs a C++ compiler.")
     evaluate_every: Count | None = Field(
         default=None, ge=1, description="Steps between evaluations on held-out rows; always before the first and after the last."

@@ -16,6 +16,7 @@ from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, TOKEN_AXES, Layout
 from pentamesh.layout.moves import Move, crossing, mirror, moves
 from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
+from pentamesh.layout.reach import Reached, ends, reach
 from pentamesh.layout.rules import tensor_partial
 from pentamesh.layout.split import split
 from pentamesh.layout.stages import on_stage
@@ -106,14 +107,15 @@ def _gathered(unit: Unit, layout: Layout, itemsize: int, rank: int) -> tuple[Mov
 @lru_cache(maxsize=4096)
 def _reduced(unit: Unit, layout: Layout, itemsize: int, rank: int) -> tuple[Move, ...]:
     """The collectives that reduce the gradients of one unit."""
-    return _fused(_reduction(t, Role.STATE, layout, itemsize, rank) for t in unit.tensors)
+    return _fused(_reduction(t, Role.STATE, layout, itemsize, rank) for t in unit.tensors if t.trained)
 
 
 def _gathers(unit: Unit, policy: Policy) -> tuple[int, int]:
-    """How often a unit's parameters are gathered in forward and in backward. The root is never resharded in between."""
+    """How often a unit's parameters are gathered in forward and in backward. The root is never resharded in between, and a block that no gradient
+    reaches has no backward."""
     if policy.keep_gathered:
         return 1, 0
-    return policy.grad_accum, policy.grad_accum if policy.reshard and not unit.is_root else 0
+    return policy.grad_accum, policy.grad_accum if policy.reshard and unit.reached and not unit.is_root else 0
 
 
 def _reductions(policy: Policy) -> dict[str, int]:
@@ -149,7 +151,7 @@ def buckets(model: ModelSpec, layout: Layout, itemsize: int, rank: int = 0) -> l
     found: list[list[TensorSpec]] = [[]]
     size = 0
     num_bytes = {t.name: itemsize * math.prod(split(t, Role.USE, layout).local_shape(rank)) for unit in model.kinds for t in unit.tensors}
-    for tensor in reversed(model.parameters):  # in forward order, the embedding first even when it is also the head
+    for tensor in reversed([t for t in model.parameters if t.trained]):  # in forward order, the embedding first even when it is also the head
         found[-1].append(tensor)
         size += num_bytes[model.first_alike[tensor.name].name]
         if size >= DDP_BUCKET_BYTES:
@@ -166,16 +168,18 @@ def _activations(model: ModelSpec, layout: Layout, policy: Policy, precision: Pr
     mesh, itemsize = layout.mesh, ITEMSIZE[precision.compute]
     again = times if policy.recompute != "none" else 0
     stream = activation("residual", model, layout, policy.micro_batch, seq, ("hidden",))
-    # Sublayers of a kind move the same: one of them is asked, and counted as often as it occurs.
-    for kind, count in Counter(s.kind for s in model.sublayers if s.layer % mesh.pp == 0).items():
+    # Sublayers of a kind that gradients reach alike move the same: one of them is asked, and counted as often as it occurs.
+    passed = zip(model.sublayers, reach(model), strict=True)
+    for (kind, reached), count in Counter((s.kind, reached) for s, reached in passed if s.layer % mesh.pp == 0).items():
         # Computing a block again ends with the last tensor that its backward needs: the input of its last projection, which it leaves only to a norm.
         leaves_again = kind == "attention" or model.norms_what_it_adds
-        yield from _boundary(stream, layout, itemsize, count * times, count * again, count * again if leaves_again else 0)
+        repeated = count * again if reached.again else 0
+        yield from _boundary(stream, layout, itemsize, count * times, reached, repeated, repeated if leaves_again else 0)
         if kind == "attention":
             yield from _attention(model, layout, policy, itemsize, seq, count * times)
     if mesh.pp == 1:
         # The embedding leaves onto the stream and the head enters from it, as a block does; they are never computed again.
-        yield from _boundary(stream, layout, itemsize, times, 0, 0)
+        yield from _boundary(stream, layout, itemsize, times, ends(model), 0, 0)
         yield from _loss(model, layout, policy, max(itemsize, ITEMSIZE["float32"]), seq, times)
     if mesh.pp > 1:
         message = split(stream, Role.CARRY, layout).max_local_numel * itemsize
@@ -183,14 +187,14 @@ def _activations(model: ModelSpec, layout: Layout, policy: Policy, precision: Pr
         yield Crossing("backward", Move("send", ("pp",), mesh.pp, message), times)
 
 
-def _boundary(stream: TensorSpec, layout: Layout, itemsize: int, times: int, again: int, leaving_again: int) -> Iterator[Crossing]:
+def _boundary(stream: TensorSpec, layout: Layout, itemsize: int, times: int, reached: Reached, again: int, leaving_again: int) -> Iterator[Crossing]:
     """Entering a block from the residual stream and leaving it: one crossing each, whatever number of projections lies between."""
     tp = ("tp",) if layout.mesh.tp > 1 else ()
     carry, use = split(stream, Role.CARRY, layout), split(stream, Role.USE, layout)
     leaves = crossing(use, carry, itemsize, tp)
-    yield from _both_ways(crossing(carry, use, itemsize), times, again)
-    yield from _both_ways(leaves, times, leaving_again)
-    if tp and not layout.sequence_parallel:
+    yield from _both_ways(crossing(carry, use, itemsize), times, again, reached.enters)
+    yield from _both_ways(leaves, times, leaving_again, reached.leaves)
+    if tp and not layout.sequence_parallel and reached.enters:
         # The entry is a copy forward; backward, every tensor rank holds a part of the gradient of the same stream.
         yield from _backward(leaves, times)
 
@@ -244,11 +248,11 @@ def _backward(crossed: Iterable[Move], count: int) -> Iterator[Crossing]:
     return (Crossing("backward", move, count) for move in crossed)
 
 
-def _both_ways(crossed: tuple[Move, ...], count: int, again: int) -> Iterator[Crossing]:
-    """A crossing of an activation: forward, its mirror image in backward, and `again` where backward computes the block a second time."""
+def _both_ways(crossed: tuple[Move, ...], count: int, again: int, reached: bool = True) -> Iterator[Crossing]:
+    """A crossing of an activation: forward, its mirror image where a gradient reaches it, and `again` where backward computes the block once more."""
     yield from _forward(crossed, count)
     yield from _backward(crossed, again)
-    if any(move.kind != "all_reduce" for move in crossed):
+    if reached and any(move.kind != "all_reduce" for move in crossed):
         # The backward of an all-reduce into a replicated stream is a copy.
         yield from _backward(mirror(crossed), count)
 
@@ -272,7 +276,7 @@ def partial_sums(model: ModelSpec, layout: Layout, precision: Precision) -> Iter
     numels: Counter[tuple[str, ...]] = Counter()
     for unit in model.kinds if layout.mesh.tp > 1 else ():
         for tensor in unit.tensors:
-            if axes := tensor_partial(tensor, layout):
+            if tensor.trained and (axes := tensor_partial(tensor, layout)):
                 numels[axes] += unit.count * split(tensor, Role.STATE, layout).max_local_numel
     for axes, numel in sorted(numels.items()):
         yield Crossing("step", Move("all_reduce", axes, layout.mesh.degree(*axes), numel * ITEMSIZE[precision.gradient]), 1)
@@ -280,6 +284,6 @@ def partial_sums(model: ModelSpec, layout: Layout, precision: Precision) -> Iter
 
 def norm_axes(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
     """The axes that part the gradients when they meet the optimizer, each tensor's or all by stages: over them the squared norm is summed."""
-    cut = {axis for unit in model.kinds for t in unit.tensors for axis in split(t, Role.STATE, layout).axes}
+    cut = {axis for unit in model.kinds for t in unit.tensors if t.trained for axis in split(t, Role.STATE, layout).axes}
     cut |= {"pp"} if layout.mesh.pp > 1 else set()
     return tuple(axis for axis in ("pp", *SHARD_AXES, "edp", "ep", "tp") if axis in cut)

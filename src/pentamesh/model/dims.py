@@ -58,6 +58,7 @@ class TensorSpec:
     tied_to    the name of the parameter that this one *is*, when two names share one tensor
     met        of how many copies (experts) in it a token meets how many: (k, E); (0, 1) for what a token of text never meets
     spread     standard deviation of its random initial values, as a share of the model's
+    trained    whether training updates it; one that is frozen has neither gradient nor optimizer state
     """
 
     name: str
@@ -69,6 +70,7 @@ class TensorSpec:
     file_names: tuple[str, ...] = field(default=())
     met: tuple[int, int] = (1, 1)
     spread: float = 1.0
+    trained: bool = True
 
     def __hash__(self) -> int:
         """Of the name, which tells the tensors of a model apart and is hashed already."""

@@ -21,11 +21,13 @@ class Sublayer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """One kind of unit (the root "" or a block), how many the model has, and the tensors of one. Equal to itself only, as a key of caches."""
+    """One kind of unit (the root "" or a block), how many the model has, the tensors of one, and whether a gradient reaches it. Equal to itself
+    only, as a key of caches."""
 
     name: str
     tensors: tuple[TensorSpec, ...]
     count: int
+    reached: bool = True
 
     @property
     def is_root(self) -> bool:
@@ -104,17 +106,32 @@ class ModelSpec:
         return {unit: tuple(group) for unit, group in groupby(ordered, key=lambda t: t.unit)}
 
     @cached_property
+    def num_trained_parameters(self) -> int:
+        return sum(t.numel for t in self.parameters if t.trained)
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The place among `parameters` of the first that is trained, from which on there are gradients."""
+        return next((place for place, t in enumerate(self.parameters) if t.trained), 0)
+
+    @cached_property
+    def reached(self) -> frozenset[str]:
+        """The units that a gradient reaches: the root, where the loss is, and every block from the first trained parameter on."""
+        return frozenset(("", *(t.unit for t in self.parameters[self.first_trained :])))
+
+    @cached_property
     def _alike(self) -> list[list[tuple[TensorSpec, ...]]]:
-        """The units, the root first: together those whose tensors have the same kinds and dims and meet the same activations."""
+        """The units, the root first: together those whose tensors have the same kinds and dims, meet the same activations and are trained alike."""
         found: dict[tuple[object, ...], list[tuple[TensorSpec, ...]]] = {}
         for name, tensors in self.units.items():
-            found.setdefault((bool(name), *((t.kind, t.dims, t.acts_on) for t in tensors)), []).append(tensors)
+            key = (bool(name), name in self.reached, *((t.kind, t.dims, t.acts_on, t.trained) for t in tensors))
+            found.setdefault(key, []).append(tensors)
         return list(found.values())
 
     @cached_property
     def kinds(self) -> tuple[Unit, ...]:
         """The distinct units, the root first: of those that are alike the first, counted as often as it occurs."""
-        return tuple(Unit(alike[0][0].unit, alike[0], len(alike)) for alike in self._alike)
+        return tuple(Unit(name := alike[0][0].unit, alike[0], len(alike), name in self.reached) for alike in self._alike)
 
     @cached_property
     def first_alike(self) -> dict[str, TensorSpec]:

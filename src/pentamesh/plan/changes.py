@@ -118,7 +118,9 @@ def _precision(job: Job, asked: _Asked) -> Iterator[str]:
 
 
 def _method(job: Job, asked: _Asked) -> Iterator[str]:
-    """Adapters in place of full fine-tuning; pre-training has no base to adapt."""
+    """Adapters in place of full fine-tuning; pre-training has no base to adapt, and adapters freeze all of it."""
+    if job.training.freeze:
+        return
     if job.method == "full":
         yield from asked.tried_shorter(
             job.model_copy(update={"method": "lora"}), "method: lora (a frozen base of 2 bytes a parameter, adapters beside it)"

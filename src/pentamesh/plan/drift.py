@@ -31,6 +31,7 @@ def model_facts(model: ModelSpec) -> dict[str, Any]:
     kept = ("name", "family", "hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "tied", "max_positions")
     return {key: getattr(model, key) for key in kept} | {
         "num_parameters": model.num_parameters,
+        "trained_parameters": model.num_trained_parameters,
         "active_parameters": model.active_parameters,
         "notes": list(model.notes),
         "config": None if model.is_assumed else {key: value for key, value in sorted(model.config.items()) if key not in BESIDE},

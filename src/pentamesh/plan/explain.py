@@ -99,6 +99,8 @@ def _keys(section: type[Section], prefix: str) -> list[tuple[str, str, str, str]
 
 def _kind(field: FieldInfo) -> str:
     """The kind of a key in people's words: its choices, or the names of its types."""
+    if get_args(field.annotation)[1:] == (Ellipsis,):
+        return f"list of {_one_kind(get_args(field.annotation)[0])}"
     options = [o for o in (get_args(field.annotation) or (field.annotation,)) if o is not type(None)]
     return " | ".join(_one_kind(option) for option in options)
 
@@ -115,4 +117,4 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return "" if value in (None, ()) else str(value).lower() if isinstance(value, bool) else str(value)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from pentamesh.cost.holding import widths
 from pentamesh.cost.predict import Prediction
+from pentamesh.job.precision import ITEMSIZE
 from pentamesh.layout.stages import stage_layers
 from pentamesh.model.roles import Role
 from pentamesh.units import format_bytes, format_count, format_seconds
@@ -30,6 +31,7 @@ MEGATRON_BYTES_A_PARAMETER = 18
 def reasons(chosen: Prediction, found: Sequence[Prediction]) -> tuple[str, ...]:
     """Why `chosen` won, the strongest reason first."""
     return (
+        *_frozen(chosen),
         *_states(chosen, found),
         *_copies(chosen, found),
         *_stages(chosen),
@@ -110,7 +112,21 @@ def _bytes_a_parameter(p: Prediction) -> str:
         trained = sum(t.numel * u.count for u in held.trained_units for t in u.tensors)
         return f"a frozen base of {format_count(held.model.num_parameters)} parameters and {format_count(trained)} trained ones ({held.method})"
     width = widths(p.precision, held.layout, held.method)
+    if held.model.num_trained_parameters < held.model.num_parameters:
+        frozen = width.weight + width.state - 2 * ITEMSIZE[p.precision.state]
+        return f"{width.weight + width.gradient + width.state} bytes a trained parameter and {frozen} a frozen one ({p.precision.name})"
     return f"{width.weight + width.gradient + width.state} bytes a parameter ({p.precision.name})"
+
+
+def _frozen(p: Prediction) -> Iterator[str]:
+    """What is frozen, and what that spares."""
+    model = p.held.model
+    if model.num_trained_parameters == model.num_parameters:
+        return
+    trained = f"{format_count(model.num_trained_parameters)} of {format_count(model.num_parameters)} parameters are trained"
+    below = sum(u.count for u in model.kinds if not u.reached)
+    spared = f"; the first {below} of {model.num_layers} blocks have no backward and keep no activations" if below else ""
+    yield f"{trained}: the others rest as they are, without gradient and optimizer state{spared}"
 
 
 def _copies(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:

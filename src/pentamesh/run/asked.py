@@ -13,9 +13,10 @@ from pentamesh.job.job import Job
 from pentamesh.job.read import check_trainable, is_hub_data, read_job, resolve
 from pentamesh.job.started import started
 from pentamesh.model.families import generic
-from pentamesh.model.read import read_model, resolved
+from pentamesh.model.read import resolved
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.drift import check_model, model_facts
+from pentamesh.plan.model import model_of
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as make_plan
 from pentamesh.run.board import check_board
@@ -98,7 +99,7 @@ def located(job: Job, base: Path, name: str) -> Job:
 
 def _model(asked: Asked) -> ModelSpec:
     """The model of a job. Raises InputError for one that is planned but not trained yet."""
-    model = read_model(asked.job.model.name, asked.base, asked.job.model.revision)
+    model = model_of(asked.job, asked.base)
     generic.check_trainable(model, asked.job.method, asked.where)
     return model
 

@@ -1,8 +1,8 @@
 """The head and its loss in one: from the stream to cross-entropies, piece by piece, so that no rank ever holds the logits of a whole batch.
 
-A piece's logits become its losses, in the same memory their own gradients, and at once the gradients of the stream and of the head's weight:
-nothing of them waits for backward. Only tokens that are trained are computed. Under tensor parallel each rank has its part of the vocabulary,
-in one piece of all tokens, and three numbers a token are summed over ranks.
+A piece's logits become its losses, in the same memory their own gradients, and at once the gradients of the stream and of the head's weight, as far
+as these have any: nothing of them waits for backward. Only tokens that are trained are computed. Under tensor parallel each rank has its part of the
+vocabulary, in one piece of all tokens, and three numbers a token are summed over ranks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class _Joint:
         head = self.head()
         assert stream is not None
         assert head is not None
-        return _HeadLoss.apply(stream.flatten(0, 1), head.weight, labels, self.part, torch.is_grad_enabled())
+        trains = [torch.is_grad_enabled() and read.requires_grad for read in (stream, head.weight)]
+        return _HeadLoss.apply(stream.flatten(0, 1), head.weight, labels, self.part, *trains)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -89,12 +90,12 @@ class _HeadLoss(torch.autograd.Function):
     cap * tanh(stream @ head.T / cap)."""
 
     @staticmethod
-    def forward(ctx: Any, stream: torch.Tensor, head: torch.Tensor, targets: Targets, part: _Part, trains: bool) -> torch.Tensor:
+    def forward(ctx: Any, stream: torch.Tensor, head: torch.Tensor, targets: Targets, part: _Part, passes: bool, trains: bool) -> torch.Tensor:
         wide = torch.float64 if stream.dtype == torch.float64 else torch.float32
         pieces, total = _pieces(targets, part, stream.device.type), torch.zeros((), dtype=wide, device=stream.device)
         ctx.dtype = head.dtype
         # Products of several pieces add up in full width.
-        of_stream = torch.zeros_like(stream) if trains else stream.new_empty(0)
+        of_stream = torch.zeros_like(stream) if passes else stream.new_empty(0)
         of_head = torch.zeros_like(head, dtype=wide if len(pieces) > 1 else head.dtype) if trains else head.new_empty(0)
         for tokens in pieces:
             read = stream[tokens]
@@ -104,23 +105,26 @@ class _HeadLoss(torch.autograd.Function):
                 shares = logits.div_(part.cap).tanh_()
                 logits = shares * part.cap
             total += _losses_to_gradients(logits, targets.labels[tokens], targets.weight, part).sum()
-            if trains:
+            if passes or trains:
                 if shares is not None:
                     logits.addcmul_(logits, shares.square_(), value=-1)
                 gradient = logits.to(stream.dtype)
                 del logits, shares
-                of_stream[tokens] = gradient @ head
-                _add_product(of_head, gradient.T, read)
+                if passes:
+                    of_stream[tokens] = gradient @ head
+                if trains:
+                    _add_product(of_head, gradient.T, read)
                 del gradient
-        ctx.stream, ctx.head = of_stream, of_head
+        ctx.stream, ctx.head = of_stream if passes else None, of_head if trains else None
         return total.mul_(targets.weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        stream, head = ctx.stream.mul_(gradient), ctx.head.mul_(gradient).to(ctx.dtype)
+        stream = None if ctx.stream is None else ctx.stream.mul_(gradient)
+        head = None if ctx.head is None else ctx.head.mul_(gradient).to(ctx.dtype)
         ctx.stream = ctx.head = None
-        return stream, head, None, None, None
+        return stream, head, None, None, None, None
 
 
 def _pieces(targets: Targets, part: _Part, kind: str) -> Sequence[torch.Tensor | slice]:

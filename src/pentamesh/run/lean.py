@@ -65,7 +65,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         stream, weight, scale = ctx.saved_tensors
         normalised = stream.to(scale.dtype) * scale
-        of_weight = (gradient * normalised).flatten(0, -2).sum(0).to(weight.dtype)
+        of_weight = (gradient * normalised).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         of_stream = gradient * (1.0 + weight.to(scale.dtype)) if ctx.centred else (gradient * weight).to(scale.dtype)
         of_stream = of_stream.addcmul_(normalised, (of_stream * normalised).mean(-1, keepdim=True), value=-1).mul_(scale)
         return of_stream.to(stream.dtype), of_weight, None, None

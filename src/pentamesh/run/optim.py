@@ -19,6 +19,7 @@ from pentamesh.run.world import World
 
 __all__ = ["STATE_NAMES", "RoundedAdamW", "adamw", "learning_rate", "set_learning_rate"]
 
+MATRICES = ("matmul", "lookup")
 STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
 # 2^32 over the golden ratio, odd: the upper half of a product with it depends on all bits of the other factor. Source: Knuth, TAOCP 3, 6.4.
 GOLDEN = 0x9E3779B1 - 2**32
@@ -29,21 +30,22 @@ def adamw(
 ) -> torch.optim.Optimizer:
     """AdamW with its state allocated from the start, so that memory is whole before the first step and a checkpoint always has a place.
 
-    Matrices decay; norms and biases do not. Under `bf16-pure` what is written is rounded stochastically, by noise that `seed` decides.
+    Matrices decay; norms and biases do not, and what is frozen has no state. Under `bf16-pure` what is written is rounded stochastically, by noise
+    that `seed` decides.
     """
-    matrices = {tensor.name for tensor in model.parameters if tensor.kind in ("matmul", "lookup")}
+    trained = [tensor for tensor in model.parameters if tensor.trained]
     groups = [
-        {"params": [p for name, p in parameters.items() if name in matrices], "weight_decay": wanted.weight_decay},
-        {"params": [p for name, p in parameters.items() if name not in matrices], "weight_decay": 0.0},
+        {"params": [parameters[t.name] for t in trained if t.kind in MATRICES], "weight_decay": wanted.weight_decay},
+        {"params": [parameters[t.name] for t in trained if t.kind not in MATRICES], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if precision.stochastic_rounding:
-        held = {parameters[tensor.name]: split(tensor, Role.STATE, world.layout) for tensor in model.parameters}
+        held = {parameters[tensor.name]: split(tensor, Role.STATE, world.layout) for tensor in trained}
         optimizer = RoundedAdamW(groups, wanted, held, world.rank, seed)
     else:
         optimizer = torch.optim.AdamW(groups, lr=wanted.lr, betas=wanted.betas, eps=wanted.eps, fused=True)
     dtype = torch_dtype(precision.state)
-    for parameter in parameters.values():
+    for parameter in (parameters[tensor.name] for tensor in trained):
         step = torch.zeros((), dtype=torch.float32, device="cpu" if precision.stochastic_rounding else parameter.device)
         moments = {name: torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for name in STATE_NAMES[1:]}
         optimizer.state[parameter] = {"step": step, **moments}

@@ -24,7 +24,7 @@ def sum_partial_gradients(parameters: dict[str, torch.Tensor], model: ModelSpec,
     layout = world.layout
     groups: dict[tuple[str, ...], list[TensorSpec]] = {}
     for tensor in model.parameters if layout.mesh.tp > 1 else ():
-        if axes := tensor_partial(tensor, layout):
+        if tensor.trained and (axes := tensor_partial(tensor, layout)):
             groups.setdefault(axes, []).append(tensor)
     for axes, tensors in sorted(groups.items()):
         _sum(parameters, tensors, world, axes)

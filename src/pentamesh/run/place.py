@@ -7,6 +7,7 @@ What was built is checked against the plan on every rank before the first step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -77,6 +78,8 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     built = build(model, torch_dtype(precision.weight))
     if layout.mesh.tp > 1:
         cut(built, model, layout, world)
+    for tensor in model.parameters:
+        built.get_parameter(tensor.name).requires_grad_(tensor.trained)
     if model.is_described:
         keep_less(built, compiled=[unit for unit in model.units if unit and policy.compile])
     recompute(built, policy, world.device)
@@ -116,6 +119,16 @@ def _fully_shard(built: nn.Module, model: ModelSpec, policy: Policy, precision: 
             # Gradients are sums over tokens, divided once by the global count in the loss. Gloo has no averaging reduction either.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    _end_prefetch(built, model)
+
+
+def _end_prefetch(built: nn.Module, model: ModelSpec) -> None:
+    """Let the last unit that goes back gather nothing ahead: the one before it has no backward. It is told to gather itself, which is there."""
+    blocks = [unit for unit in dict.fromkeys(t.unit for t in model.parameters) if unit]
+    reached = [unit for unit in blocks if unit in model.reached]
+    if len(reached) < len(blocks):
+        last: Any = built.get_submodule(reached[0]) if reached else built
+        last.set_modules_to_backward_prefetch([last])
 
 
 def _show_casts(built: nn.Module, dtype: torch.dtype) -> None:
@@ -195,15 +208,16 @@ def _settle(replicated: DistributedDataParallel, model: ModelSpec, policy: Polic
 
 
 def check(built: nn.Module, model: ModelSpec, layout: Layout, precision: Precision, world: World) -> None:
-    """Compare every parameter with the plan: all named, none left over, local shape, placement and dtype as `split` says. Raises Drift."""
+    """Compare every parameter with the plan: all named, none left over, local shape, placement and dtype as `split` says, and trained or not. Raises
+    Drift."""
     found = dict(built.named_parameters(remove_duplicate=True))
     expected = {tensor.name: tensor for tensor in model.parameters}
     problems = [Problem(f"{name} is in the model and not in the plan", f"rank {world.rank}") for name in found.keys() - expected.keys()]
     problems += [Problem(f"{name} is in the plan and not in the model", f"rank {world.rank}") for name in expected.keys() - found.keys()]
     for name in sorted(found.keys() & expected.keys()):
         held = split(expected[name], Role.STATE, layout)
-        wanted = (held.local_shape(world.rank), _placements(held, layout), torch_dtype(precision.weight))
-        built_as = (tuple(local(found[name]).shape), _placements_of(found[name]), found[name].dtype)
+        wanted = (held.local_shape(world.rank), _placements(held, layout), torch_dtype(precision.weight), expected[name].trained)
+        built_as = (tuple(local(found[name]).shape), _placements_of(found[name]), found[name].dtype, found[name].requires_grad)
         if wanted != built_as:
             problems.append(Problem(f"{held}: planned {wanted}, built {built_as}", f"rank {world.rank}"))
     if problems:
@@ -226,6 +240,6 @@ def _placements_of(parameter: torch.Tensor) -> tuple[str, ...]:
 
 
 def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The trainable parameters by Hugging Face name, whatever wraps the module."""
+    """The parameters, frozen ones too, by Hugging Face name, whatever wraps the module."""
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     return dict(inner.named_parameters())

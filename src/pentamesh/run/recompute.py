@@ -35,3 +35,5 @@ def recompute(built: PreTrainedModel, policy: Policy, device: torch.device) -> N
     dear = {"context_fn": partial(create_selective_checkpoint_contexts, DEAR)} if policy.recompute == "selective" else {}
     offload = policy.offload and device.type != "cpu"
     built.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False, **dear}, offload=offload)
+    # transformers lets the embedding's output ask for a gradient, trained or not, and all blocks would go back.
+    built.disable_input_require_grads()

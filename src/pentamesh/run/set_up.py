@@ -14,6 +14,7 @@ from pentamesh.errors import InputError
 from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.drift import check_model, model_facts
+from pentamesh.plan.model import as_trained
 from pentamesh.plan.plan import Plan
 from pentamesh.run.board import Board
 from pentamesh.run.data.batches import Batches
@@ -54,7 +55,7 @@ def set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
     """
     job = plan.job
     source = _source(plan, folder)
-    model = read_model(str(source))
+    model = as_trained(read_model(str(source)), job)
     check_model(plan.model, model_facts(model), str(source), "plan it again, or put the model back as it was")
     prepared = _prepare(plan, model, source, folder)
     num_steps, in_run = _length(plan, prepared.train.num_rows)

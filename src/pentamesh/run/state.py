@@ -44,13 +44,13 @@ class Counters:
 
 
 def tensors(trainee: Trainee) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, by name: weights, moments, step counts and each rank's random state."""
+    """Every tensor of a checkpoint, by name: weights, moments of those that are trained, step counts and each rank's random state."""
     found: dict[str, torch.Tensor] = {}
     rank, layout = trainee.world.rank, trainee.world.layout
     for tensor in trainee.model.parameters:
         parameter, kept = trainee.parameters[tensor.name], split(tensor, Role.STATE, layout)
         found |= held(f"model.{tensor.name}", local(parameter.detach()), kept, rank)
-        for name in STATE_NAMES:
+        for name in STATE_NAMES if tensor.trained else ():
             value = trainee.optimizer.state[parameter][name]
             own = f"optimizer.{tensor.name}.{name}"
             found |= held(own, local(value), kept, rank) if value.ndim else {own: value}

@@ -125,7 +125,7 @@ def grad_norm(trainee: Trainee) -> float:
         cut = split(tensor, Role.STATE, world.layout).axes
         return mesh.degree(*(alike - set(cut))) * (shared_by(tensor, world.layout) if "tp" in cut else 1)
 
-    weights = {t.name: 1.0 / holders(t) for t in model.parameters}
+    weights = {t.name: 1.0 / holders(t) for t in model.parameters if t.trained}
     grads = {name: local(p.grad) for name, p in parameters.items() if p.grad is not None}
     norms = torch.stack(torch._foreach_norm(list(grads.values()), dtype=torch.float64))
     shares = torch.tensor([weights[name] for name in grads], dtype=torch.float64, device=norms.device)

@@ -27,6 +27,7 @@ from pentamesh.layout.rules import copies
 from pentamesh.layout.split import split
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.families import describe
+from pentamesh.model.frozen import frozen
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.data.batches import Batches
@@ -44,8 +45,8 @@ __all__ = ["Outcome", "Trial", "compare", "errors", "fake_outcome", "outcome", "
 
 @dataclass(frozen=True)
 class Trial:
-    """A small job: a config.json's worth of model, a layout, a policy and how many steps of which global batch, of rows that hold one sample each or
-    several."""
+    """A small job: a config.json's worth of model, what of it is frozen, a layout, a policy and how many steps of which global batch, of rows that
+    hold one sample each or several."""
 
     config: dict[str, Any]
     layout: Layout = field(default_factory=Layout)
@@ -55,6 +56,7 @@ class Trial:
     global_batch: int = 8
     longest: int = 24
     in_a_row: int = 1
+    freeze: tuple[str, ...] = ()
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5))
     seed: int = 7
 
@@ -63,7 +65,7 @@ class Trial:
         spec = describe(self.config, "toy")
         if spec is None:
             raise ValueError(f"no family describes {self.config.get('model_type')}")
-        return spec
+        return frozen(spec, self.freeze)
 
     def alone(self) -> Trial:
         """The same samples on one process, each in a row of its own, with the whole batch accumulated there."""

@@ -22,7 +22,7 @@ def conversation(turns: list[Turn], data: Data, where: str, num_given: int = 0) 
     if not asked and not any(turn.train for turn in turns):
         what = f"no {' or '.join(data.train_on)} turn: nothing to train"
         return [
-            Problem(what, where, "take the row out, or give it an answer" if data.train_on == ["assistant"] else "data.train_on names these roles")
+            Problem(what, where, "take the row out, or give it an answer" if data.train_on == ("assistant",) else "data.train_on names these roles")
         ]
     chosen = asked[-1:] if data.turns == "last" else asked
     trained = tuple(i for i, turn in enumerate(turns) if (i in chosen if turn.train is None else turn.train))
