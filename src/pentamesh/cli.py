@@ -193,7 +193,8 @@ def evaluate_command(
     from pentamesh.run.source import model_folder, model_source
 
     job = located(read_job(job_file, set_ or [])[0], job_file.parent, job_file.stem)
-    asked = job.model.model_copy(update={"name": resolved(str(model))}) if model else job.model
+    # A folder is evaluated with the tokens that it has.
+    asked = job.model.model_copy(update={"name": resolved(str(model)), "new_tokens": ()}) if model else job.model
     with TemporaryDirectory(prefix="pentamesh-") as scratch:
         found = evaluate(job, model_folder(asked, Path(scratch) / "base"), PRECISIONS[_precision(precision)])
     if as_json:
@@ -236,7 +237,8 @@ def data_preview_command(
     from pentamesh.run.source import model_source, tokenizer_of
 
     job = located(read_job(job_file, set_ or [])[0], job_file.parent, job_file.stem)
-    found = collect(job, tokenizer_of(model_source(job.model), job.data.chat_template), Path(), rows).to_json()
+    tokenizer = tokenizer_of(model_source(job.model), job.data.chat_template, job.model.new_tokens)
+    found = collect(job, tokenizer, Path(), rows).to_json()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return

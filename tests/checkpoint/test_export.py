@@ -210,7 +210,7 @@ def test_what_fails_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(exporting, "_copy_companions", full)
+        patch.setattr(exporting, "copy_companions", full)
         with pytest.raises(OSError, match="No space left"):
             export(checkpoint, model, source, target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "source", "step-00000007"]

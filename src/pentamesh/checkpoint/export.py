@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -26,12 +26,14 @@ from pentamesh.errors import InputError, Problem, RunFailed
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.spec import ModelSpec
 
-__all__ = ["COMPANIONS", "RECORD", "export"]
+__all__ = ["COMPANIONS", "PASSED_ON", "RECORD", "copy_companions", "export"]
 
+# What goes along whatever the tokenizer: how to generate, and what a licence asks to pass on.
+PASSED_ON = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 # Everything beside weights and config that `from_pretrained` of a model or tokenizer may read, and what a licence asks to pass on. Never code.
 # Source: transformers, tokenization_utils_base and generation (their *_FILE names); saved tokenizers of the families we describe.
 COMPANIONS = (
-    "generation_config.json",
+    *PASSED_ON,
     "tokenizer*.json",
     "tokenizer*.model*",
     "special_tokens_map.json",
@@ -41,9 +43,6 @@ COMPANIONS = (
     "merges.txt",
     "chat_template*",
     "additional_chat_templates/*.jinja",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
 )
 # The file by which we know a folder that we exported, and may replace; it says where the weights came from.
 RECORD = "pentamesh.json"
@@ -88,7 +87,7 @@ def export(
     try:
         _write_weights(partial, model, parts, dtypes, max_shard_bytes)
         _write_config(partial, model, source, dtypes, dtype)
-        _copy_companions(partial, source)
+        copy_companions(partial, source)
         if chat_template is not None:
             _write_template(partial, chat_template)
         _write_record(partial, checkpoint, model)
@@ -212,8 +211,9 @@ def _write_config(partial: Path, model: ModelSpec, source: Path | None, dtypes: 
     write_text(partial / _CONFIG, json.dumps(config, indent=2) + "\n")
 
 
-def _copy_companions(partial: Path, source: Path | None) -> None:
-    for path in (p for pattern in COMPANIONS for p in sorted(source.glob(pattern))) if source is not None else ():
+def copy_companions(partial: Path, source: Path | None, patterns: Iterable[str] = COMPANIONS) -> None:
+    """Copy the files of `source` that match `patterns`. Raises InputError for one that leads out of it."""
+    for path in (p for pattern in patterns for p in sorted(source.glob(pattern))) if source is not None else ():
         assert source is not None
         if not inside(path, source):
             raise InputError(f"{path.name} leads out of the folder", where=str(path), hint="put the file itself into the folder")

@@ -22,6 +22,7 @@ class Conflict(NamedTuple):
 
 def impossible(job: Job, hardware: Hardware | None) -> Iterator[Conflict]:
     """What can never run as it was written. `hardware` is None where it is this machine, or is itself wrong."""
+    yield from _new_tokens(job)
     yield from _length(job)
     yield from _frozen(job)
     yield from _batch(job)
@@ -42,6 +43,15 @@ def _length(job: Job) -> Iterator[Conflict]:
     if training.steps is not None and optimizer.warmup_steps > training.steps:
         what = f"warmup_steps = {optimizer.warmup_steps} is more than steps = {training.steps}"
         yield Conflict(("optimizer.warmup_steps", "training.steps"), what, f"use warmup_steps = {training.steps // 10} or train longer")
+
+
+def _new_tokens(job: Job) -> Iterator[Conflict]:
+    tokens = job.model.new_tokens
+    for token in dict.fromkeys(tokens):
+        if (count := tokens.count(token)) > 1:
+            yield Conflict(("model.new_tokens",), f"{token!r} is {count} times among new_tokens", "name it once")
+        if not token.strip():
+            yield Conflict(("model.new_tokens",), f"{token!r} is white space alone, which text would be split at", "leave it out")
 
 
 def _frozen(job: Job) -> Iterator[Conflict]:

@@ -73,6 +73,10 @@ class Section(BaseModel):
 class Model(Section):
     name: Text = Field(description="A local folder, a .gguf file, a Hugging Face hub id, or a catalogue name (`llama-3.1-8b`).")
     revision: Text | None = Field(default=None, description="Branch, tag or commit of a hub id.")
+    new_tokens: tuple[Text, ...] = Field(
+        default=(),
+        description="Texts that become tokens of their own, special ones; embedding and head grow where the vocabulary has no rows to spare.",
+    )
 
 
 # What rows and turns are made of, over all forms; `run/data/forms.py` and `turns.py` say which of them each form has.

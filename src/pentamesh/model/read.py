@@ -15,7 +15,7 @@ from pentamesh.model.families import describe, generic
 from pentamesh.model.spec import ModelSpec
 from pentamesh.model.traced import facts_of
 
-__all__ = ["cached_config", "hub_cache", "read_model", "resolved"]
+__all__ = ["cached_config", "files_of", "hub_cache", "read_model", "resolved"]
 
 # What a person waits for one small file before hearing why there is none.
 TIMEOUT_S = 10.0
@@ -54,6 +54,16 @@ def read_model(name: str, base: Path | None = None, revision: str | None = None)
         notes = (*found.notes, *filter(None, [found.entry.note]), *said)
         return replace(_spec(found.entry.config, published, f"the catalogue's {found.entry.id}", notes), is_assumed=True)
     return _of_hub(name, revision)
+
+
+def files_of(name: str, base: Path | None = None, revision: str | None = None) -> Path | None:
+    """The folder or GGUF file of the model that `name` means, where it is on this machine."""
+    from pentamesh.model.gguf import gguf_file  # few plans read one, and all would import it
+
+    if (local := _local(name, base)).exists():
+        return gguf_file(local) or (local if local.is_dir() else local.parent)
+    cached = cached_config(resolved(name, base), revision)
+    return cached.parent if cached else None
 
 
 def _local(name: str, base: Path | None) -> Path:

@@ -1,4 +1,4 @@
-"""The model of a job: what its name stands for, as the job trains it."""
+"""The model of a job: what its name stands for, with room for the job's new tokens and with what it freezes marked."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 
 from pentamesh.job.job import Job
 from pentamesh.model.frozen import frozen
-from pentamesh.model.read import read_model
+from pentamesh.model.read import files_of, read_model
 from pentamesh.model.spec import ModelSpec
+from pentamesh.model.vocabulary import grown, vocabulary
 
-__all__ = ["as_trained", "model_of"]
+__all__ = ["model_of"]
 
 
 def model_of(job: Job, base: Path | None = None) -> ModelSpec:
-    """The spec of a job's model, whose path is relative to `base`. Raises InputError."""
-    return as_trained(read_model(job.model.name, base, job.model.revision), job)
-
-
-def as_trained(model: ModelSpec, job: Job) -> ModelSpec:
-    """The model with what the job freezes marked. Raises InputError."""
+    """The spec of what a job trains; the path of its model is relative to `base`. Raises InputError."""
+    asked = job.model
+    model = read_model(asked.name, base, asked.revision)
+    if asked.new_tokens:
+        model = grown(model, asked.new_tokens, vocabulary(files_of(asked.name, base, asked.revision)))
     return frozen(model, job.training.freeze)

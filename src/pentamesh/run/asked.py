@@ -13,7 +13,7 @@ from pentamesh.job.job import Job
 from pentamesh.job.read import check_trainable, is_hub_data, read_job, resolve
 from pentamesh.job.started import started
 from pentamesh.model.families import generic
-from pentamesh.model.read import resolved
+from pentamesh.model.read import files_of, resolved
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.model import model_of
@@ -21,6 +21,7 @@ from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as make_plan
 from pentamesh.run.board import check_board
 from pentamesh.run.compiled import check_compiler
+from pentamesh.run.source import model_source
 from pentamesh.run.template import read_template
 
 __all__ = ["Asked", "located", "planned", "read_asked"]
@@ -99,6 +100,9 @@ def located(job: Job, base: Path, name: str) -> Job:
 
 def _model(asked: Asked) -> ModelSpec:
     """The model of a job. Raises InputError for one that is planned but not trained yet."""
+    wanted = asked.job.model
+    if wanted.new_tokens and files_of(wanted.name, asked.base, wanted.revision) is None:
+        model_source(wanted.model_copy(update={"name": resolved(wanted.name, asked.base)}))  # its tokens decide how many rows it needs
     model = model_of(asked.job, asked.base)
     generic.check_trainable(model, asked.job.method, asked.where)
     return model

@@ -3,6 +3,7 @@
 job.yaml        the job as it was asked, overrides included
 plan.json       the promise
 base/           the model that a GGUF file was unpacked to
+grown/          the model with its new tokens
 data/           prepared samples
 metrics.jsonl   one line a step
 held_out.jsonl  one line an evaluation, the one before the first step included

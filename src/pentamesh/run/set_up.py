@@ -11,10 +11,10 @@ from pentamesh.checkpoint.keep import published
 from pentamesh.checkpoint.together import first
 from pentamesh.checkpoint.weights import Weights
 from pentamesh.errors import InputError
+from pentamesh.model.frozen import frozen
 from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.drift import check_model, model_facts
-from pentamesh.plan.model import as_trained
 from pentamesh.plan.plan import Plan
 from pentamesh.run.board import Board
 from pentamesh.run.data.batches import Batches
@@ -55,7 +55,7 @@ def set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
     """
     job = plan.job
     source = _source(plan, folder)
-    model = as_trained(read_model(str(source)), job)
+    model = frozen(read_model(str(source)), job.training.freeze)  # its new tokens are in the folder
     check_model(plan.model, model_facts(model), str(source), "plan it again, or put the model back as it was")
     prepared = _prepare(plan, model, source, folder)
     num_steps, in_run = _length(plan, prepared.train.num_rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -10,18 +11,23 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from pentamesh.errors import InputError, reason
 from pentamesh.job.job import Model
 from pentamesh.model.gguf import gguf_file
+from pentamesh.run.grow import grown_folder, with_tokens
 from pentamesh.run.unpack import gguf_tokenizer, unpacked
 
 __all__ = ["model_folder", "model_source", "tokenizer_of"]
 
+# The folder, beside that of an unpacked model, in which one with new tokens lies.
+GROWN = "grown"
 # Weights as safetensors, and what describes them: never pickles, never code.
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 
 
 def model_folder(model: Model, unpack_to: Path) -> Path:
-    """The folder with the model's config, weights and tokenizer: that of a GGUF file is made at `unpack_to`, once. Raises InputError."""
+    """The folder with the model's config, weights and tokenizer: that of a GGUF file is made at `unpack_to`, once, and that of a model with new
+    tokens beside it. Raises InputError."""
     found = model_source(model)
-    return found if found.is_dir() else unpacked(found, unpack_to)
+    folder = found if found.is_dir() else unpacked(found, unpack_to)
+    return grown_folder(folder, model.new_tokens, unpack_to.with_name(GROWN), tokenizer_of) if model.new_tokens else folder
 
 
 def model_source(model: Model) -> Path:
@@ -52,9 +58,11 @@ def model_source(model: Model) -> Path:
         ) from error
 
 
-def tokenizer_of(source: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or GGUF file, without any code of its own, with its chat template or another. Raises InputError."""
+def tokenizer_of(source: Path, chat_template: str | None = None, new_tokens: Sequence[str] = ()) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or GGUF file, without any code of its own; with its chat template or another, and `new_tokens` added. Raises
+    InputError."""
     found = _tokenizer(source) if source.is_dir() else gguf_tokenizer(source)
+    with_tokens(found, new_tokens)
     if chat_template is not None:
         found.chat_template = chat_template
     return found
