@@ -210,14 +210,20 @@ def export_command(
     to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where to write; RUN/export when not given.")] = None,
     step: Annotated[int | None, typer.Option(min=1, help="Step of the checkpoint; the newest good one when not given.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16 | float16; the base model's when not given.")] = None,
+    push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Push what was written to this repository on the hub, with a card.")] = None,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face folder: weights, config, tokenizer and chat template.
 
     Example: `pentamesh export runs/job --step 500 --to my-model --dtype bfloat16`
     """
-    from pentamesh.run.after import export_run
+    from pentamesh.run.after import export_run, push_export
+    from pentamesh.run.push import check_push
 
-    typer.echo(str(export_run(run, to, step, dtype)))
+    check_push(push, "--push")
+    written = export_run(run, to, step, dtype)
+    typer.echo(str(written))
+    if push is not None:
+        typer.echo(f"pushed to {push_export(run, written, push)}", err=True)
 
 
 @data_app.command("preview")

@@ -52,6 +52,9 @@ OTHER_WORDS = {
     "sample_packing": "batch.packing",
     "packed_sequence": "batch.packing",
     "length_grouped_sampling": "batch.group_by_length",
+    "push_to_hub_model_id": "checkpoint.push_to_hub",
+    "hub_model_id": "checkpoint.push_to_hub",
+    "hub_private_repo": "checkpoint.private",
     "freeze_layers": "training.freeze",
     "frozen_parameters": "training.freeze",
 }

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pentamesh.job.division import divisors, uneven_batch, uneven_sequence
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Job
+from pentamesh.job.repository import HOW, is_repository
 
 __all__ = ["Conflict", "impossible", "untrainable"]
 
@@ -25,6 +26,7 @@ def impossible(job: Job, hardware: Hardware | None) -> Iterator[Conflict]:
     yield from _new_tokens(job)
     yield from _length(job)
     yield from _frozen(job)
+    yield from _pushed(job)
     yield from _batch(job)
     yield from _optimizer(job)
     yield from _held_out(job)
@@ -58,6 +60,19 @@ def _frozen(job: Job) -> Iterator[Conflict]:
     if job.training.freeze and job.method in ("lora", "qlora"):
         what = f"freeze with method = {job.method}, which freezes every weight of the model and trains adapters"
         yield Conflict(("training.freeze", "method"), what, "leave freeze out, or use method: full")
+
+
+def _pushed(job: Job) -> Iterator[Conflict]:
+    kept = job.checkpoint
+    if kept.push_to_hub is None:
+        if not kept.private:
+            yield Conflict(("checkpoint.private", "checkpoint.push_to_hub"), "private = false and nothing is pushed", "add push_to_hub: org/name")
+        return
+    if not is_repository(kept.push_to_hub):
+        yield Conflict(("checkpoint.push_to_hub",), f"{kept.push_to_hub!r} is no name of a repository on the hub", HOW)
+    if not kept.export:
+        what = "push_to_hub with export = false: what is pushed is the exported folder"
+        yield Conflict(("checkpoint.push_to_hub", "checkpoint.export"), what, "leave export out, or push_to_hub")
 
 
 def _batch(job: Job) -> Iterator[Conflict]:

@@ -223,6 +223,10 @@ class Checkpoint(Section):
     every: Count | None = Field(default=None, ge=1, description="Steps between checkpoints; the last step is always saved.")
     keep: Count = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
     export: bool = Field(default=True, description="Write a Hugging Face folder at the end of the run.")
+    push_to_hub: Text | None = Field(
+        default=None, description="Repository on the hub (`org/name`) to which that folder is pushed, as whom `hf auth login` or HF_TOKEN says."
+    )
+    private: bool = Field(default=True, description="Whether a repository that `push_to_hub` makes is private; one that is there stays as it is.")
 
 
 class Logging(Section):

@@ -14,10 +14,11 @@ from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.plan import Plan
 from pentamesh.run.folder import RunFolder
+from pentamesh.run.push import push
 from pentamesh.run.source import model_folder
 from pentamesh.units import format_path
 
-__all__ = ["export_run", "exported"]
+__all__ = ["export_run", "exported", "push_export"]
 
 
 def export_run(run: Path, target: Path | None = None, step: int | None = None, dtype: str | None = None) -> Path:
@@ -33,6 +34,11 @@ def export_run(run: Path, target: Path | None = None, step: int | None = None, d
     # Weights drawn at random have no dtype of the source's to keep.
     weights = "float32" if plan.job.method == "pretrain" and dtype is None else dtype
     return export(saved, read_model(str(source)), source, target or folder.export, weights, chat_template=plan.job.data.chat_template)
+
+
+def push_export(run: Path, exported: Path, repository: str) -> str:
+    """The address on the hub that what a run has `exported` was pushed to, private or not as its job says. Raises RunFailed."""
+    return push(run, exported, repository, private=Plan.read(RunFolder(run).plan).job.checkpoint.private)
 
 
 def exported(target: Path, plan: Plan, model: ModelSpec) -> str:

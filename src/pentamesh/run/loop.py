@@ -21,6 +21,7 @@ from pentamesh.run.measurements import Measurements
 from pentamesh.run.optim import learning_rate, set_learning_rate
 from pentamesh.run.options import Options
 from pentamesh.run.peak import count_allocations, rss_peak_bytes
+from pentamesh.run.push import push
 from pentamesh.run.set_up import Run, set_up
 from pentamesh.run.state import Counters, restore, store
 from pentamesh.run.step import StepResult, take_step
@@ -184,15 +185,20 @@ def _evaluate(made: Run, counters: Counters, row: dict[str, Any]) -> None:
 
 
 def _finish(made: Run, measured: Measurements, counters: Counters) -> tuple[Problem, ...]:
-    """Write the receipt, and the export when the run is complete. Returns the collectives, of any rank, that were not as planned."""
-    facts = measured.facts()
+    """Write the receipt, and when the run is complete the export, and push it. Returns the collectives, of any rank, that were not as planned."""
+    facts, kept = measured.facts(), made.plan.job.checkpoint
     if made.world.is_first and facts is not None:
         write_json(made.folder.receipt, receipt(made.plan, facts))
-    if counters.step == made.num_steps and made.plan.job.checkpoint.export:
+    drift = tuple(problem for found in together("comparing collectives", measured.drift) for problem in found)
+    if counters.step == made.num_steps and kept.export:
         target = first("exporting", lambda: export_run(made.folder.path))
         if made.world.is_first:
             made.progress.say(exported(target, made.plan, made.trainee.model))
-    return tuple(problem for found in together("comparing collectives", measured.drift) for problem in found)
+        if (repository := kept.push_to_hub) is not None:
+            address = first("pushing to the hub", lambda: push(made.folder.path, target, repository, private=kept.private))
+            if made.world.is_first:
+                made.progress.say(f"pushed to {address}")
+    return drift
 
 
 def _due(step: int, every: int | None) -> bool:
