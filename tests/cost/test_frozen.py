@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import pytest
 
 from pentamesh.cost.activations import kept, local_bytes
 from pentamesh.cost.compute import flop_per_token, work
+from pentamesh.cost.frozen import blocks_bytes
 from pentamesh.cost.holding import Holding, resting, states
 from pentamesh.cost.memory import memory
+from pentamesh.errors import InputError
 from pentamesh.job.hardware import read_hardware
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import PRECISIONS
 from pentamesh.layout.mesh import SHARDS, Layout, Mesh, Shard
 from pentamesh.layout.policy import Policy
 from pentamesh.layout.split import split
+from pentamesh.model.families import describe
+from pentamesh.model.families.llama import VARIATIONS
 from pentamesh.model.frozen import frozen
 from pentamesh.model.read import read_model
 from pentamesh.model.roles import Role
+from tests.cost.test_activations import BATCH, SEQ, config_of
 
 WHOLE = read_model("llama-3.1-8b")
 LOWER = frozen(WHOLE, ["model.embed_tokens.*", "model.layers.[0-9].*", "model.layers.1[0-5].*"])
@@ -74,3 +80,68 @@ def test_only_the_head_trained() -> None:
     held = Holding(frozen(WHOLE, ["model.*"]), Layout(Mesh(dp_shard=8), "parameters"))
     found = memory(held, replace(Policy(), reshard=False), BF16, Batch(), usable_bytes=10**11, kind="cuda")
     assert found.parts_bytes["activations"] < 4096 * 4096 * 2 * 4
+
+
+PATTERNS: dict[str, tuple[str, ...]] = {
+    "embedding": ("*embed*", "*wte*"),
+    "embedding and norms": ("*embed*", "*wte*", "*norm*", "*ln_*"),
+    "first block": ("*embed*", "*wte*", "*wpe*", "*.0.*"),
+    "a block between": ("*.1.*",),
+    "attention": ("*attn*", "*wte*", "*wpe*", "*embed*"),
+    "mlp": ("*mlp*",),
+    "up to values": ("*embed*", "*wte*", "*wpe*", "*.0.input_layernorm*", "*.0.ln_1*", "*.0.*.q_*", "*.0.*.k_*", "*.0.*.c_attn*"),
+    "all but the last projections": ("*embed*", "*wte*", "*wpe*", "*norm*", "*ln_*", "*attn*", "*gate*", "*up_proj*", "*c_fc*"),
+    "all but biases": ("*weight",),
+    "all but the final norm": ("*embed*", "*wte*", "*wpe*", "*.[012].*"),
+}
+
+
+def kept_by_blocks(model_type: str, trained: dict[str, bool], layers: int) -> list[int]:
+    """Bytes of distinct storages that the forward of each block saves, parameters and tables of positions aside."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from pentamesh.run.attention import ATTENTION
+    from pentamesh.run.lean import keep_less
+
+    config = transformers.AutoConfig.for_model(**config_of(model_type, layers))
+    built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    keep_less(built)
+    for name, parameter in built.named_parameters():
+        parameter.requires_grad_(trained[name])
+    outside = {p.untyped_storage().data_ptr() for p in built.parameters()}
+    saved: list[dict[int, int]] = []
+    alive: list[object] = []
+
+    def keep(tensor):
+        alive.append(tensor)
+        saved[-1][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def watched(forward):
+        def run(*args, **kwargs):
+            saved.append({})
+            alive.append(tables := kwargs.get("position_embeddings") or ())
+            outside.update(table.untyped_storage().data_ptr() for table in tables)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                return forward(*args, **kwargs)
+
+        return run
+
+    for module in (module for name, module in built.named_modules() if name.rpartition(".")[2].isdecimal()):
+        module.forward = watched(module.forward)
+    built.base_model(torch.zeros(BATCH, SEQ, dtype=torch.long), use_cache=False)
+    return [sum(size for pointer, size in block.items() if pointer not in outside) for block in saved]
+
+
+@pytest.mark.parametrize("patterns", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("model_type", [*VARIATIONS, "phi3 all in sight", "gpt2", "gpt2-gelu_pytorch_tanh", "gpt2-relu"])
+def test_blocks_keep_what_is_listed(model_type: str, patterns: tuple[str, ...]) -> None:
+    described = describe(config_of(model_type, 3), "toy")
+    assert described is not None
+    there = [pattern for pattern in patterns if any(fnmatchcase(t.name, pattern) for t in described.tensors)]
+    try:
+        model = frozen(described, there)
+    except InputError:
+        pytest.skip("nothing is left to train")
+    found = kept_by_blocks(model_type, {t.name: t.trained for t in model.parameters}, 3)
+    assert blocks_bytes(model, Layout(), BATCH, SEQ, "float32", "none") == sum(found), found

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from pentamesh.cost import activations
+from pentamesh.cost.frozen import blocks_bytes
 from pentamesh.cost.holding import NF4_BYTES, Holding, resting, states
 from pentamesh.cost.needs import Memory, Range, Stage, Verdict
 from pentamesh.job.job import Batch
@@ -224,8 +225,14 @@ class _Rank:
     # Activations
 
     @cached_property
-    def _block_kept(self) -> int:
-        return self._saved(activations.kept, self.policy.recompute)
+    def _blocks_kept(self) -> int:
+        """What all blocks keep that have a backward; of a stage its share."""
+        model = self.held.model
+        if model.num_trained_parameters == model.num_parameters:
+            return self._layers * self._saved(activations.kept, self.policy.recompute)
+        reached = sum(self.held.stage_num_reached(stage) for stage in range(self._layout.mesh.pp))
+        whole = blocks_bytes(model, self._layout, *self._shape, self.precision.compute, self.policy.recompute)
+        return round(whole * self._layers / max(1, reached))
 
     def _num_kept(self, layers: int) -> int:
         """Blocks that wait for backward: `layers` of this micro-batch, all of the others in flight, under 1F1B one for each stage that follows."""
@@ -242,12 +249,12 @@ class _Rank:
 
     def host_bytes(self) -> int:
         """What waits in host memory."""
-        return self._num_kept(self._layers) * self._block_kept if self._offloads else 0
+        return self._share(self._blocks_kept, self._num_kept(self._layers)) if self._offloads else 0
 
     def _activations(self, layers: int) -> int:
         """What `layers` blocks keep, and the head; of blocks whose inputs wait elsewhere those of the one at work and of the next."""
         num_kept = self._num_kept(layers)
-        return (min(num_kept, 2) if self._offloads else num_kept) * self._block_kept + self._head_kept
+        return self._share(self._blocks_kept, min(num_kept, 2) if self._offloads else num_kept) + self._head_kept
 
     @cached_property
     def _block_working_set(self) -> int:
