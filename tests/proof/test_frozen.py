@@ -88,3 +88,11 @@ def test_what_is_frozen_stays_and_the_rest_does_not(layout: str) -> None:
     found: Outcome = run_world(outcome, 2, wanted)[0]
     for tensor in wanted.model.parameters:
         assert np.array_equal(before[tensor.name], found.parameters[tensor.name]) is not tensor.trained, tensor
+
+
+def test_a_backward_that_goes_too_far_is_seen() -> None:
+    """The proof can fail: the ledger of a run whose lower blocks are frozen is not that of one which trains them, nor of one that frees less."""
+    wanted = frozen_trial("llama-untied", "all but the last block", "full shard 2")
+    found = run_world(outcome, 2, wanted)[0]
+    for claimed in ((), FROZEN["the first block"], ("model.layers.[01].*",)):
+        assert differences(predicted_ledger(replace(wanted, freeze=claimed), found.lengths), found.ledger)
