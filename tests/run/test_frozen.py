@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from pentamesh.checkpoint.manifest import Manifest
+from pentamesh.errors import InputError
 from pentamesh.plan.plan import Plan
 from pentamesh.run.options import Options
 from tests.run import toy
@@ -39,5 +40,7 @@ def test_a_run_with_frozen_parameters(tmp_path: Path, shard: str, precision: str
 
     job = toy.job(tmp_path / "b", **changes)
     trained(job, Options(stop_at=2))
-    halves = trained(job, Options(resume=True))
+    with pytest.raises(InputError, match="what is frozen is not what it was"):
+        trained(toy.job(tmp_path / "b", **changes | {"training__freeze": ["*norm*"]}), Options(resume=True))
+    halves = trained(toy.job(tmp_path / "b", **changes), Options(resume=True))
     assert contents(folder.checkpoints / "step-00000004") == contents(halves.checkpoints / "step-00000004")

@@ -79,7 +79,9 @@ def pushed(job: Path, log: Path, *, fails: bool = False) -> RunFolder:
 
 
 def test_a_run_is_pushed_with_its_card(tmp_path: Path, hub: Path) -> None:
-    folder = pushed(toy.job(tmp_path, checkpoint__push_to_hub="org/tiny", training__freeze=["*norm*"]), hub)
+    toy.model_folder(tmp_path / "model")
+    model = {"name": "model", "new_tokens": ["<|think|>"]}
+    folder = pushed(toy.job(tmp_path, model=model, checkpoint__push_to_hub="org/tiny", training__freeze=["*norm*"]), hub)
     create, upload = map(json.loads, hub.read_text().splitlines())
     assert create == {"call": "create_repo", "repo_id": "org/tiny", "private": True, "exist_ok": True}
     assert upload["repo_id"] == "org/tiny"
@@ -94,7 +96,13 @@ def test_a_run_is_pushed_with_its_card(tmp_path: Path, hub: Path) -> None:
     rows = [json.loads(line) for line in folder.held_out.read_text().splitlines()]
     held_out = f"| held-out loss | {rows[0]['held_out_loss']:.4f} (step 0) to {rows[-1]['held_out_loss']:.4f} (step 6) |"
     assert held_out in card
-    for line in ("| base model | model |", "| training rows | rows.jsonl |", "| held-out rows | 20.00% of the training rows |", "`*norm*`"):
+    for line in (
+        "| base model | model |",
+        "| training rows | rows.jsonl |",
+        "| held-out rows | 20.00% of the training rows |",
+        "`*norm*`",
+        r"`<\|think\|>`",
+    ):
         assert line in card
     assert "| layout | full shard, dp_shard 2, on " in card
     assert str(tmp_path) not in card

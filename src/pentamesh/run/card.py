@@ -24,9 +24,14 @@ _METHODS = {"full": "full fine-tuning", "pretrain": "pre-training from random we
 def card(folder: RunFolder, step: int, repository: str) -> str:
     """The model card of the checkpoint of `step`."""
     plan = Plan.read(folder.plan)
-    facts = "".join(f"| {name} | {value.replace('|', '&#124;')} |\n" for name, value in _facts(plan, folder, step))
+    facts = "".join(f"| {name} | {_cell(value)} |\n" for name, value in _facts(plan, folder, step))
     front = yaml.safe_dump(_front(plan), sort_keys=False)
     return f"---\n{front}---\n\n# {repository.partition('/')[2]}\n\n{_said(plan)}\n\n| | |\n| --- | --- |\n{facts}"
+
+
+def _cell(value: str) -> str:
+    """A value in a table, whose columns end at a bar, between backticks too."""
+    return value.replace("|", r"\|")
 
 
 def _front(plan: Plan) -> dict[str, Any]:

@@ -129,6 +129,10 @@ def _after(folder: RunFolder, plan: Plan, options: Options) -> Plan:
         raise InputError(f"a run of {before} processes is resumed on as many so far, not on {now}", where="hardware", hint=hint)
     hint = f"put the model back as it was, or start anew in another logging.folder from `pentamesh export {format_path(folder.path)}`"
     check_model(earlier.model, plan.model, f"{plan.job.model.name}, the model of the checkpoint", hint)
+    if (was := earlier.job.training.freeze) != plan.job.training.freeze:
+        what = f"what is frozen is not what it was ({', '.join(was) or 'nothing'}): the checkpoint has optimizer state of what was trained"
+        hint = f"put freeze back, or start anew in another logging.folder from `pentamesh export {format_path(folder.path)}`"
+        raise InputError(what, where="training.freeze", hint=hint)
     if earlier.fingerprint == plan.fingerprint:
         return replace(plan, parent=earlier.parent)
     print("the plan changed since the checkpoint:\n" + "\n".join(_changes(earlier.to_json(), plan.to_json())), file=sys.stderr)  # noqa: T201
