@@ -208,6 +208,28 @@ def test_what_the_template_does_not_show_is_refused(styled: Any, case: str) -> N
         assert all(isinstance(p, Problem) and p.hint for p in found)
 
 
+CUTS = PLAIN.replace("m.content", "m.content.split('</think>')[-1]")
+
+
+def test_thoughts_within_an_answer_that_the_template_cuts_off_are_not_lost_in_silence(styled: Any) -> None:
+    talk = Conversation([ASK, {**SAID, "content": "<think>\nI look.\n</think>\n\n19 degrees."}], (1,))
+    found = encoder(styled("chatml", CUTS), "messages")(Sample("rows.jsonl:3", talk))
+    assert isinstance(found, list)
+    assert [(p.what, p.where) for p in found] == [("the chat template does not show the thoughts in `messages[1].content`", "rows.jsonl:3")]
+    shown = encoder(styled("chatml", PLAIN), "messages")(Sample("here", talk))
+    assert isinstance(shown, Encoded)
+    assert styled("chatml").decode(shown.ids[shown.trained]) == "<think>\nI look.\n</think>\n\n19 degrees.<|im_end|>"
+    empty = Conversation([ASK, {**SAID, "content": "<think>\n\n</think>\n\n19 degrees."}], (1,))
+    assert isinstance(encoder(styled("chatml", CUTS), "messages")(Sample("here", empty)), Encoded)
+
+
+def test_a_stray_field_does_not_take_the_place_of_what_is_said(write_rows: Any) -> None:
+    turns = [{"from": "human", "value": "x", "content": "other"}, {"from": "gpt", "value": "y", "role": "system"}]
+    (sample,) = read(write_rows([{"conversations": turns}]))
+    assert isinstance(sample.content, Conversation)
+    assert sample.content.messages == [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+
+
 def test_arguments_are_text_for_a_template_that_takes_them_so(styled: Any) -> None:
     """The way of DeepSeek, which adds the arguments to a text; and of templates that print an object as Python does."""
     for shown in ("'{' + call.function.arguments + '}'", "'{' ~ call.function.arguments ~ '}'"):

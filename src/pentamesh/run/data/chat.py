@@ -17,7 +17,7 @@ from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pentamesh.errors import InputError, Problem
-from pentamesh.run.data.shown import shape, unseen
+from pentamesh.run.data.shown import lost_thoughts, shape, unseen
 from pentamesh.run.data.spans import PLACE, Ends, Rendered, Span
 from pentamesh.run.data.tokens import Encoded
 from pentamesh.run.data.turns import REASONING, Conversation, Message, answers
@@ -89,8 +89,8 @@ class Chat:
         key = shape(talk)
         if key not in self.faults:
             self.faults[key] = unseen(talk, self._render)
-        if self.faults[key]:
-            raise InputError(*self.faults[key])
+        if lost := [*self.faults[key], *lost_thoughts(talk, text)]:
+            raise InputError(*lost)
         return text, spans
 
     def _found(self, talk: Conversation, text: str, turns: Iterable[int]) -> Iterator[Span]:

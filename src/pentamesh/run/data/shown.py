@@ -9,9 +9,10 @@ from pentamesh.errors import InputError, Problem
 from pentamesh.run.data.tools import Function
 from pentamesh.run.data.turns import Conversation, Message
 
-__all__ = ["shape", "unseen"]
+__all__ = ["lost_thoughts", "shape", "unseen"]
 
 OTHER_TEMPLATE = "give data.chat_template one that shows it, or take a model whose template does"
+END_OF_THOUGHT = "</think>"
 # The first of the private-use characters that stand for what is said, one for each.
 FIRST = 0xF0000
 
@@ -38,6 +39,16 @@ def unseen(talk: Conversation, render: Callable[[Conversation], str]) -> list[Pr
     if not all(what in missing for what in thoughts):
         missing = [what for what in missing if what not in thoughts]
     return [Problem(f"the chat template does not show `{what}`", hint=_hint(what)) for what in _gathered(missing, len(talk.tools))]
+
+
+def lost_thoughts(talk: Conversation, text: str) -> list[Problem]:
+    """Thoughts within the content of answers, where the template cuts them off in all turns (DeepSeek-R1)."""
+    said = {i: m["content"].partition(END_OF_THOUGHT) for i, m in enumerate(talk.messages) if m["role"] == "assistant"}
+    thoughts = {i: before.removeprefix("<think>").strip() for i, (before, end, _) in said.items() if end}
+    if not any(thoughts.values()) or any(thought in text for thought in thoughts.values() if thought):
+        return []
+    first = next(i for i, thought in thoughts.items() if thought)
+    return [Problem(f"the chat template does not show the thoughts in `messages[{first}].content`", hint=f"{OTHER_TEMPLATE}, or take them out")]
 
 
 def _marked(message: Message, place: str, marks: map[str], said: dict[str, str]) -> Message:

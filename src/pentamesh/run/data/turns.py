@@ -116,7 +116,7 @@ def _turn(turn: Any, spelling: Spelling, where: str) -> tuple[Turn, list[Problem
     if role is None:
         faults.append(_role_fault(name, spelling, where))
     content = (turn.get(spelling.content) if name != CALLING else None) or ""
-    return Turn({"role": role, "content": content} | calls | reasoned | rest, train), faults + [Problem(what, where) for what in wrong if what]
+    return Turn(rest | {"role": role, "content": content} | calls | reasoned, train), faults + [Problem(what, where) for what in wrong if what]
 
 
 def _mark(rest: Message, role: str | None, spelling: Spelling) -> tuple[bool | None, str]:
