@@ -5,6 +5,7 @@ Each is computed twice: by `Chat`, and by looking the expected text up in what t
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from pentamesh.run.data.chat import Chat
 from pentamesh.run.data.turns import Conversation, answers
+from tests.run.data.templates import FAMILIES
 
 USER = {"role": "user", "content": "Name the capital of Portugal."}
 AGAIN = {"role": "user", "content": "And of Spain?"}
@@ -141,3 +143,30 @@ def test_exactly_this_is_trained(styled: Any, case: str) -> None:
     rendered = tokenizer.apply_chat_template(messages, tools=talk.tools or None, tokenize=False)
     assert tokenizer.decode(encoded.ids).startswith(rendered)
     assert (encoded.ids[encoded.trained] == tokenizer.convert_tokens_to_ids(tokenizer.pad_token)).sum() == (1 if name == "glm" else len(expected))
+
+
+def test_the_same_is_trained_under_a_published_vocabulary(shared: Path) -> None:
+    """SmolLM2's, whose padding is the end-of-turn token, with the templates of its kind; its thoughts and calls are no tokens of their own."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(shared / "data/tokenizers/smollm2")
+    assert tokenizer.pad_token == "<|im_end|>"
+    for name, messages, offered, expected in (case for case in CASES.values() if case[0] in ("qwen2", "qwen3")):
+        tokenizer.chat_template = FAMILIES[name]["template"]
+        encoded = Chat.of(tokenizer).encode(Conversation(messages, answers(messages), [TOOL] if offered else []))
+        assert np.flatnonzero(encoded.trained).tolist() == looked_up(tokenizer, encoded.ids.tolist(), expected)
+        assert tokenizer.decode(encoded.ids[encoded.trained]) == "".join(expected)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama31", "gemma", "glm"])
+def test_it_is_what_follows_the_generation_prompt_turn_by_turn(styled: Any, name: str) -> None:
+    """The conversation tokenised as it grows: to the prompt, and to the answer. The ends of turns are special, so no token crosses them."""
+    tokenizer, grown = styled(name), [SYSTEM, *TALK] if name not in ("gemma", "glm", "qwen3") else TALK
+    for i in answers(grown):
+        prompt, turn = (
+            tokenizer.apply_chat_template(grown[:n], add_generation_prompt=asked, return_dict=False) for n, asked in ((i, True), (i + 1, False))
+        )
+        found = Chat.of(tokenizer).encode(Conversation(grown[: i + 1], (i,)))
+        assert turn[: len(prompt)] == prompt
+        end = len(turn) - (name in ("qwen2", "qwen3", "gemma")) + (name == "glm")  # the line break behind the end; GLM has no end but the text's
+        assert np.flatnonzero(found.trained).tolist() == list(range(len(prompt), end))
