@@ -109,6 +109,22 @@ def test_a_template_may_mark_a_turn_in_pieces_where_all_turns_are_trained(styled
         chat.spans(Conversation(messages, (3,)))
 
 
+NO_ENDS = "{%- for m in messages -%}{{ m['role'] + ': ' + m['content'] + '\\n' }}{%- endfor -%}"
+
+
+def test_the_end_of_text_ends_the_last_answer_of_a_template_that_ends_no_turn(styled: Any, talk: Any) -> None:
+    chat, messages = Chat.of(styled("chatml", NO_ENDS)), talk("hello", "fine", "how", "bye")
+    text, spans = chat.spans(Conversation(messages, (1, 3)))
+    assert [text[start:stop] for start, stop in spans] == ["fine\n", "bye\n<|im_end|>"]
+    assert chat.spans(Conversation(messages, (1,)))[0] == text.removesuffix("<|im_end|>")
+    assert chat.spans(Conversation(messages[:3], (2,)))[0] == "user: hello\nassistant: fine\nuser: how\n"
+
+
+def test_a_template_that_marks_nothing_leaves_nothing_to_train(styled: Any, talk: Any) -> None:
+    tokenizer = styled("chatml", NO_ENDS + "{% if false %}{% generation %}{% endgeneration %}{% endif %}")
+    assert encode_chat(tokenizer, talk("hello", "fine")).num_trained == 0
+
+
 def test_a_template_without_generation_prompt_does_not_train_the_header(styled: Any, talk: Any) -> None:
     template = "{%- for m in messages -%}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{%- endfor -%}"
     messages = talk("hello", "assistant", "how are you", "bye now")

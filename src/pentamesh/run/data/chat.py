@@ -82,8 +82,9 @@ class Chat:
         Raises InputError where the template refuses the conversation, does not show all of it, or shows a turn so that it cannot be found.
         """
         text, spans = self._marked(talk) if self.marks else (self._render(talk), [])
-        spans = sorted([*spans, *self._found(talk, text, talk.trained if not self.marks else set(talk.trained) - set(answers(talk.messages)))])
-        if self._ends_no_turn and talk.trained[-1:] == (len(talk.messages) - 1,):
+        turns, last = answers(talk.messages), len(talk.messages) - 1
+        spans = sorted([*spans, *self._found(talk, text, set(talk.trained) - set(turns) if self.marks else talk.trained)])
+        if spans and self._ends_no_turn and last in turns and last in talk.trained:
             text += self.tokenizer.eos_token
             spans[-1] = (spans[-1][0], len(text))
         key = shape(talk)
