@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,17 +65,20 @@ class Chat:
         except ValueError as error:
             hint = "take an instruct model, give data.chat_template, or train on `text` rows"
             raise InputError("the model has no chat template, so `messages` cannot be rendered", where="model.name", hint=hint) from error
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
         return cls(tokenizer, template, bool(re.search(r"\{%-?\s*generation\s*-?%\}", template)), _ends(tokenizer))
 
     def encode(self, talk: Conversation) -> Encoded:
         """The tokens of a conversation, tokenised once as a whole; a token is trained when it reaches into a trained span."""
         text, spans = self.spans(talk)
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        starts, stops = np.array(found["offset_mapping"], np.int64).reshape(-1, 2).T
-        trained = np.zeros(len(starts), bool)
+        found = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        ids = np.array(found.ids, np.int32)
+        starts, stops = np.fromiter(chain.from_iterable(found.offsets), np.int64, 2 * len(ids)).reshape(-1, 2).T
+        trained = np.zeros(len(ids), bool)
         for start, stop in spans:
             trained |= (stops > start) & (starts < stop)
-        return Encoded(np.array(found["input_ids"], np.int32), trained)
+        return Encoded(ids, trained)
 
     def spans(self, talk: Conversation) -> tuple[str, list[Span]]:
         """The rendered conversation and, turn by turn, the characters that are trained.
@@ -124,10 +128,17 @@ class Chat:
         return texts[0], [span for i, span in zip(turns, spans, strict=True) if i in talk.trained]
 
     def _render(self, talk: Conversation, prompt: bool = False) -> str:
+        tools: Any = talk.tools or None
         try:
-            return self.tokenizer.apply_chat_template(
-                self._spelled(talk.messages), tools=talk.tools or None, tokenize=False, add_generation_prompt=prompt
+            template = self.tokenizer.get_chat_template(None, tools)  # of several, there may be one for tools
+            texts, _ = render_jinja_template(
+                [self._spelled(talk.messages)],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=prompt,
+                **self.tokenizer.special_tokens_map,
             )
+            return texts[0]
         except Exception as error:  # a template is a foreign program: it may raise anything
             raise _refused(error) from error
 

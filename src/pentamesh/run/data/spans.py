@@ -89,8 +89,8 @@ class Rendered:
 
     def _by_prefix(self, i: int) -> Span | None:
         """As the turn stands at the end of the conversation up to it, where it stands in the whole one too, maybe moved by what others show."""
-        before, turn = self._tried(self.messages[:i]), self._tried(self.messages[: i + 1])
-        if before is None or turn is None or (start := self._start(i, before, turn)) is None:
+        turn = self.text if i == len(self.messages) - 1 else self._tried(self.messages[: i + 1])
+        if turn is None or (start := self._start(i, turn)) is None:
             return None
         if self.text.startswith(turn):
             return self.ends.after(self.text, start, len(turn))
@@ -102,11 +102,15 @@ class Rendered:
         found = self.text[max(0, start + moved) : len(turn) + moved]
         return self.ends.after(self.text, start + moved, len(turn) + moved) if found == turn[start:] else None
 
-    def _start(self, i: int, before: str, turn: str) -> int | None:
+    def _start(self, i: int, turn: str) -> int | None:
         """Where the assistant begins to write in `turn`: behind the generation prompt, or behind what the template puts before any answer."""
         prompted = self._tried(self.messages[:i], prompt=True)
-        if prompted != before:
-            return len(prompted) if prompted and turn.startswith(prompted) else None
+        if prompted is None:
+            return None
+        has_prompt = self.prompt and prompted.endswith(self.prompt)
+        before = None if has_prompt else self._tried(self.messages[:i])
+        if before != prompted:
+            return len(prompted) if (has_prompt or before is not None) and turn.startswith(prompted) else None
         framed = self._tried([*self.messages[:i], _plain(self.messages[i])]) or ""
         if PLACE not in framed or not framed.startswith(before) or not turn.startswith(before):
             return None
