@@ -65,8 +65,9 @@ class Chat:
         except ValueError as error:
             hint = "take an instruct model, give data.chat_template, or train on `text` rows"
             raise InputError("the model has no chat template, so `messages` cannot be rendered", where="model.name", hint=hint) from error
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
+        backend: Any = tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
         return cls(tokenizer, template, bool(re.search(r"\{%-?\s*generation\s*-?%\}", template)), _ends(tokenizer))
 
     def encode(self, talk: Conversation) -> Encoded:

@@ -107,10 +107,9 @@ class Rendered:
         prompted = self._tried(self.messages[:i], prompt=True)
         if prompted is None:
             return None
-        has_prompt = self.prompt and prompted.endswith(self.prompt)
-        before = None if has_prompt else self._tried(self.messages[:i])
-        if before != prompted:
-            return len(prompted) if (has_prompt or before is not None) and turn.startswith(prompted) else None
+        before = "" if self.prompt and prompted.endswith(self.prompt) else self._tried(self.messages[:i])
+        if before is None or before != prompted:
+            return len(prompted) if before is not None and turn.startswith(prompted) else None
         framed = self._tried([*self.messages[:i], _plain(self.messages[i])]) or ""
         if PLACE not in framed or not framed.startswith(before) or not turn.startswith(before):
             return None
