@@ -48,34 +48,48 @@ def keys(section: type[BaseModel] = Job, prefix: str = "") -> Iterator[tuple[str
     for name, field in section.model_fields.items():
         yield f"{prefix}{name}", field
         if inner := _section(field):
-            yield from keys(inner, f"{prefix}{name}.")
+            yield from keys(inner, f"{prefix}{name}{_index(field)}.")
 
 
 def job_keys() -> str:
     """One table a section, the keys of the top level first."""
     sections: list[tuple[str, str, type[BaseModel]]] = [("Top level", "", Job)]
-    sections += [(f"`{name}`", f"{name}.", inner) for name, field in keys() if (inner := _section(field))]
+    sections += [(f"`{name}{_index(field)}`", f"{name}{_index(field)}.", inner) for name, field in keys() if (inner := _section(field))]
     return "\n\n".join(f"## {title}\n\n{_keys_table(section, prefix)}" for title, prefix, section in sections)
 
 
 def _keys_table(section: type[BaseModel], prefix: str) -> str:
-    rows = [(f"`{prefix}{name}`", _values(name, field), _default(field), field.description or "") for name, field in section.model_fields.items()]
+    rows = [
+        (f"`{prefix}{name}`", _values(f"{prefix}{name}", field), _default(field), field.description or "")
+        for name, field in section.model_fields.items()
+    ]
     return _table(("key", "values", "default", "meaning"), rows)
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a key holds, or may hold beside a short form."""
-    kinds = (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, BaseModel)), None)
+    """The section that a key holds, or may hold, itself or in a list, beside a short form."""
+    return next((kind for kind in _kinds(field.annotation) if inspect.isclass(kind) and issubclass(kind, BaseModel)), None)
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for inner in get_args(annotation):
+        yield from _kinds(inner)
+
+
+def _index(field: FieldInfo) -> str:
+    """What stands behind a key that holds a list of sections."""
+    return "[]" if any(get_origin(kind) is tuple and _section(FieldInfo(annotation=kind)) for kind in _kinds(field.annotation)) else ""
 
 
 def _values(name: str, field: FieldInfo) -> str:
-    kinds = _type_name(field.annotation).replace(_SECTION, f"[a section](#{name})")
+    anchor = name.replace(".", "")
+    kinds = _type_name(field.annotation).replace(_SECTION, f"[a section](#{anchor})").replace(_SECTIONS, f"[a list of sections](#{anchor})")
     bounds = [f"{sign} {getattr(m, bound)}" for m in field.metadata for bound, sign in _BOUNDS.items() if getattr(m, bound, None) is not None]
     return ", ".join([kinds, *bounds])
 
 
-_SECTION = "a section"
+_SECTION, _SECTIONS = "a section", "sections in a list"
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true, false", type(None): "null", dict: "mapping"}
 
@@ -84,6 +98,8 @@ def _type_name(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in args)
+    if origin is tuple and inspect.isclass(args[0]) and issubclass(args[0], BaseModel):
+        return _SECTIONS
     if origin is tuple and args[-1] is Ellipsis:
         return f"list of {_type_name(args[0])}"
     if origin is tuple:

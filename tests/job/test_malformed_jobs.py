@@ -18,11 +18,57 @@ def problems(text: str, *overrides: str) -> list[tuple[str, str, str]]:
     return [(p.what, p.where, p.hint) for p in caught.value.problems]
 
 
+SOURCES = "model: m\ndata:\n  train:\n  - {rows: a.jsonl, weight: 2}\n  - rows: b.jsonl\n"
+
 # The text, and of its only problem: what is said, where, and what the hint has in it.
 ONE_ERROR = {
     "unknown key": (
         "model: m\nmetod: full\n",
         ("`metod` is not a key of the job", "job.yaml:2 metod", "did you mean `method`"),
+    ),
+    "weight that is none": (
+        SOURCES + "    weight: 0\n",
+        ("weight = 0 is not a number above 0 of at most 1000", "job.yaml:6 data.train[1].weight", "How often an epoch sees each of its rows"),
+    ),
+    "weight below nothing": (SOURCES + "    weight: -1\n", ("weight = -1 is not a number above 0", "job.yaml:6 data.train[1].weight", "")),
+    "weight without end": (SOURCES + "    weight: .inf\n", ("weight = inf is not a number", "job.yaml:6 data.train[1].weight", "")),
+    "weight that is text": (SOURCES + "    weight: x\n", ("weight = 'x' is not a number", "job.yaml:6 data.train[1].weight", "")),
+    "weight that is a word of YAML": (SOURCES + "    weight: yes\n", ("weight = true is not a number", "job.yaml:6 data.train[1].weight", "")),
+    "unknown key of a source": (
+        SOURCES + "    wieght: 2\n",
+        ("`wieght` is not a key of `data.train[1]`", "job.yaml:6 data.train[1].wieght", "did you mean `weight`?"),
+    ),
+    "another trainer's word in a source": (
+        SOURCES + "    dataset: x\n",
+        ("`dataset` is not a key of `data.train[1]`", "job.yaml:6 data.train[1].dataset", "known are rows, weight, subset"),
+    ),
+    "key of a source twice": (
+        SOURCES + "    rows: c\n",
+        ("`rows` is written twice, on lines 5 and 6", "job.yaml:6 data.train[1].rows", "keep one"),
+    ),
+    "source without rows": (
+        "model: m\ndata:\n  train:\n  - weight: 2\n",
+        ("`data.train[0]` lacks `rows`", "job.yaml:4 data.train[0]", "rows: A file"),
+    ),
+    "source that is a name": (
+        "model: m\ndata:\n  train:\n  - a.jsonl\n",
+        ("`data.train[0]` is a section of keys, not 'a.jsonl'", "job.yaml:4 data.train[0]", "its keys are rows, weight"),
+    ),
+    "no sources": (
+        "model: m\ndata:\n  train: []\n",
+        ("train = [] is not text or a list of sections", "job.yaml:3 data.train", "or a list"),
+    ),
+    "source in a source": (
+        "model: m\ndata:\n  train:\n  - rows: [a, b]\n",
+        ("rows = ['a', 'b'] is not text", "job.yaml:4 data.train[0].rows", "A file, folder"),
+    ),
+    "form that a source cannot have": (
+        SOURCES + "    form: alpacca\n",
+        ("form = 'alpacca' is not one of", "job.yaml:6 data.train[1].form", "did you mean `alpaca`?"),
+    ),
+    "split beside sources": (
+        SOURCES + "  split: train\n",
+        ("split = train beside a list of sources", "job.yaml:6 data.split", "give it to its source"),
     ),
     "unknown key of a section": (
         "model: m\nlayout:\n  tensr: 2\n",

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from pentamesh.errors import Problem
 from pentamesh.job.job import MAX_COUNT, Job, Section
-from pentamesh.job.written import KeyPath
+from pentamesh.job.written import KeyPath, dotted
 from pentamesh.units import parse_bytes, parse_count
 
 __all__ = ["expected", "faults", "sections"]
@@ -78,7 +78,8 @@ def faults(section: type[Section], raw: Any, at: Callable[[KeyPath], str], path:
     """The problems of `raw` as a `section`, each with the path of the key that is at fault."""
     if not isinstance(raw, Mapping):
         keys = ", ".join(section.model_fields)
-        yield path, Problem(f"`{path[-1] if path else 'the job'}` is a section of keys, not {_shown(raw)}", at(path), f"its keys are {keys}")
+        what = f"{_called(path) if path else '`the job`'} is a section of keys, not {_shown(raw)}"
+        yield path, Problem(what, at(path), f"its keys are {keys}")
         return
     for key, value in raw.items():
         inner = (*path, str(key))
@@ -89,6 +90,9 @@ def faults(section: type[Section], raw: Any, at: Callable[[KeyPath], str], path:
             yield from faults(nested, value, at, inner)
         elif entries := _entries(field.annotation, value):
             yield from _entry_faults(field, entries, value, at, inner)
+        elif (listed := _listed_in(field.annotation)) and isinstance(value, list) and value:
+            for i, item in enumerate(value):
+                yield from faults(listed, item, at, (*inner, f"[{i}]"))
         elif not _fits(field, value):
             yield inner, Problem(f"{key} = {_shown(value)} is not {expected(field)}", at(inner), _cure(field, value))
     for key, field in section.model_fields.items():
@@ -139,6 +143,13 @@ def _near(key: str, known: Sequence[str]) -> str:
     return f"did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else f"known are {', '.join(known)}" if known else ""
 
 
+def _listed_in(annotation: Any) -> type[Section] | None:
+    """The section of which a value may be a list."""
+    if get_origin(annotation) is tuple:
+        return _section_of(annotation)
+    return next(filter(None, map(_listed_in, get_args(annotation))), None)
+
+
 def _fits(field: FieldInfo, value: Any) -> bool:
     annotated: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     try:
@@ -158,6 +169,8 @@ def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return ("one of " if len(args) > 1 else "") + ", ".join(f"`{value}`" for value in args)
     if origin is dict:
         return f"a mapping to {_kind(args[1])}"
+    if origin is tuple and _section_of(annotation):
+        return "a list of sections"
     if origin is tuple and args[-1] is Ellipsis:
         return f"a list of {_kind(args[0])}"
     if origin is tuple:
@@ -214,13 +227,15 @@ def _count(value: str | float) -> int | None:
 
 def _meant(key: str, section: type[Section]) -> str:
     """What someone who wrote `key` in `section` meant, as far as one can tell."""
+    if section not in (Job, *sections().values()):
+        return _near(key, tuple(section.model_fields))
     homes = [name for name, other in sections().items() if key in other.model_fields and other is not section]
     if homes:
         return f"`{key}` belongs to {' or '.join(f'`{home}`' for home in homes)}"
     if key in Job.model_fields and section is not Job:
         return f"`{key}` stands at the top of the file, not in a section"
-    if dotted := OTHER_WORDS.get(key.lower()):
-        return f"here it is `{dotted}`: {_description(dotted)}"
+    if meant := OTHER_WORDS.get(key.lower()):
+        return f"here it is `{meant}`: {_description(meant)}"
     elsewhere = {field: f"{name}.{field}" for name, other in sections().items() for field in other.model_fields}
     near = difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.7)
     if near and not difflib.get_close_matches(key, section.model_fields, n=1):
@@ -228,14 +243,14 @@ def _meant(key: str, section: type[Section]) -> str:
     return _near(key, tuple(section.model_fields))
 
 
-def _description(dotted: str) -> str:
-    section, _, key = dotted.rpartition(".")
+def _description(name: str) -> str:
+    section, _, key = name.rpartition(".")
     fields = (sections()[section] if section else Job).model_fields
     return fields[key].description or ""
 
 
 def _called(path: KeyPath) -> str:
-    return f"`{'.'.join(path)}`" if path else "the job"
+    return f"`{dotted(path)}`" if path else "the job"
 
 
 def _shown(value: Any) -> str:

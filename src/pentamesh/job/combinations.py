@@ -29,6 +29,7 @@ def impossible(job: Job, hardware: Hardware | None) -> Iterator[Conflict]:
     yield from _pushed(job)
     yield from _batch(job)
     yield from _optimizer(job)
+    yield from _sources(job)
     yield from _held_out(job)
     yield from _sharding(job)
     yield from _offload(job)
@@ -89,6 +90,12 @@ def _optimizer(job: Job) -> Iterator[Conflict]:
     if job.optimizer.schedule == "constant" and job.optimizer.min_lr_ratio > 0:
         what = f"min_lr_ratio = {job.optimizer.min_lr_ratio:g} and a constant schedule, which never comes down to it"
         yield Conflict(("optimizer.min_lr_ratio", "optimizer.schedule"), what, "leave it out, or use schedule: cosine or linear")
+
+
+def _sources(job: Job) -> Iterator[Conflict]:
+    if job.data.split is not None and isinstance(job.data.train, tuple):
+        what = f"split = {job.data.split} beside a list of sources, each of which has its own"
+        yield Conflict(("data.split", "data.train"), what, f"give it to its source: `- {{rows: org/name, split: {job.data.split}}}`")
 
 
 def _held_out(job: Job) -> Iterator[Conflict]:

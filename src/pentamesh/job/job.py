@@ -24,6 +24,7 @@ __all__ = [
     "Machine",
     "Model",
     "Optimizer",
+    "Rows",
     "Section",
     "Training",
     "TurnField",
@@ -97,11 +98,27 @@ RowField = Literal[
 ]
 TurnField = Literal["role", "content", "from", "value", "tool_calls", "reasoning_content", "train", "weight"]
 
+# Named here for a source of rows and for all of them.
+FormAsked = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
+
+
+class Rows(Section):
+    """One of several sources of training rows."""
+
+    rows: Text = Field(description="A file, folder, glob or hub data set, as in `data.train`.")
+    weight: Number = Field(
+        default=1.0, gt=0, le=1000, description="How often an epoch sees each of its rows: 2 is twice; of 0.5 `training.seed` draws half of them."
+    )
+    subset: Text | None = Field(default=None, description="Subset (configuration) of the hub data set.")
+    split: Text | None = Field(default=None, description="Split of the hub data set; `train` when not given.")
+    form: FormAsked | None = Field(default=None, description="Form of its rows; `data.form` when not given.")
+
 
 class Data(Section):
-    train: Text | None = Field(
+    train: Text | Annotated[tuple[Rows, ...], Field(min_length=1)] | None = Field(
         default=None,
-        description="Training rows: a file (JSON, CSV, Parquet, Arrow, text), folder or glob beside the job file, or a hub data set (`org/name`).",
+        description="Training rows: a file (JSON, CSV, Parquet, Arrow, text), folder or glob, relative to the job file, a hub data set (`org/name`), "
+        "or a list of such sources with their weights.",
     )
     held_out: Text | Number | None = Field(
         default=None, description="Held-out rows: a file, glob or hub data set like `train`, or the share of training rows to hold out (0.05)."
@@ -109,9 +126,7 @@ class Data(Section):
     subset: Text | None = Field(default=None, description="Subset (configuration) of a hub data set.")
     split: Text | None = Field(default=None, description="Split of the hub data set in `train`; `train` when not given.")
     held_out_split: Text | None = Field(default=None, description="Split of the hub data set in `held_out`; `test` when not given.")
-    form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"] = Field(
-        default="auto", description="Form of the rows, each shown in the guide on data; `auto` finds it from the first row."
-    )
+    form: FormAsked = Field(default="auto", description="Form of the rows, each shown in the guide on data; `auto` finds it from the first row.")
     columns: dict[Literal[RowField, TurnField], Text] = Field(
         default={},
         description="What the files call the fields of rows and turns that the form calls otherwise: `{messages: dialog, role: speaker}`.",
@@ -131,7 +146,14 @@ class Data(Section):
     too_long: Literal["error", "drop", "truncate", "split"] = Field(
         default="error", description="What happens to a row longer than `batch.seq_len`; `split` cuts it into pieces that follow each other."
     )
-    max_rows: Count | None = Field(default=None, ge=1, description="Use only the first rows.")
+    max_rows: Count | None = Field(default=None, ge=1, description="Use only the first rows of each source.")
+
+    @property
+    def sources(self) -> dict[str, Rows]:
+        """The sources of training rows by the key that names each: `data.train`, or `data.train[1]` where there are several."""
+        if isinstance(self.train, str):
+            return {"data.train": Rows(rows=self.train, subset=self.subset, split=self.split, form=self.form)}
+        return {f"data.train[{i}]": rows.model_copy(update={"form": rows.form or self.form}) for i, rows in enumerate(self.train or ())}
 
 
 class Batch(Section):

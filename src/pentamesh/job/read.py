@@ -50,10 +50,9 @@ def check_trainable(job: Job, where: str, base: Path | None = None) -> None:
     folder `base` is given, training rows that are not in it."""
     problems = [Problem(conflict.what, f"{where} {conflict.keys[0]}", conflict.hint) for conflict in untrainable(job)]
     if base is not None:
-        held_out = job.data.held_out if isinstance(job.data.held_out, str) else None
-        problems += [
-            p for key, name in (("train", job.data.train), ("held_out", held_out)) if name for p in _absent(name, base, f"{where} data.{key}")
-        ]
+        names = {key: source.rows for key, source in job.data.sources.items()}
+        names |= {"data.held_out": job.data.held_out} if isinstance(job.data.held_out, str) else {}
+        problems += [problem for key, name in names.items() for problem in _absent(name, base, f"{where} {key}")]
     if problems:
         raise InputError(*problems)
 

@@ -12,7 +12,7 @@ import yaml
 
 from pentamesh.errors import InputError, Problem
 
-__all__ = ["KeyPath", "Written", "read_text", "read_value", "read_yaml"]
+__all__ = ["KeyPath", "Written", "dotted", "read_text", "read_value", "read_yaml"]
 
 KeyPath = tuple[str, ...]
 EXAMPLE = "a job begins like `model: llama-3.1-8b`"
@@ -21,6 +21,11 @@ PLAIN_TAGS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 SURPRISING = re.compile(r"[-+]?(0[0-9_]+|[0-9_]+(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 # `%TAG` and `!` markers could ask for objects; a job file holds plain values only.
 TOO_DEEP = "nested too deeply to be a job file"
+
+
+def dotted(path: Sequence[str]) -> str:
+    """A path as people write it: `data.train[1].weight`, where `[1]` is a key of its own."""
+    return "".join(key if key.startswith("[") else f".{key}" for key in path).removeprefix(".")
 
 
 @dataclass
@@ -39,9 +44,9 @@ class Written:
             if prefix in self.sources:
                 return self.sources[prefix]
             if prefix in self.lines:
-                return f"{self.name}:{self.lines[prefix]} {'.'.join(path)}"
+                return f"{self.name}:{self.lines[prefix]} {dotted(path)}"
         below = (source for key, source in self.sources.items() if key[: len(path)] == tuple(path))
-        return next(below, f"{self.name} {'.'.join(path)}") if path else self.name
+        return next(below, f"{self.name} {dotted(path)}") if path else self.name
 
 
 class _Loader(yaml.SafeLoader):
@@ -121,7 +126,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode, path: KeyPath, written: Wr
         inner = (*path, key_node.value)
         if key_node.value in found:
             what = f"`{key_node.value}` is written twice, on lines {written.lines[inner]} and {line}"
-            problems.append(Problem(what, f"{written.name}:{line} {'.'.join(inner)}", "keep one of them"))
+            problems.append(Problem(what, f"{written.name}:{line} {dotted(inner)}", "keep one of them"))
             continue
         written.lines[inner] = line
         found[key_node.value] = _value(loader, value_node, inner, written, problems)
@@ -132,7 +137,7 @@ def _value(loader: _Loader, node: yaml.Node, path: KeyPath, written: Written, pr
     if isinstance(node, yaml.MappingNode):
         return _mapping(loader, node, path, written, problems)
     if isinstance(node, yaml.SequenceNode) and node.tag in PLAIN_TAGS:
-        return [_value(loader, item, path, written, problems) for item in node.value]
+        return [_item(loader, item, (*path, f"[{i}]"), written, problems) for i, item in enumerate(node.value)]
     try:
         if isinstance(node, yaml.ScalarNode):
             value = loader.construct_object(node)
@@ -145,15 +150,20 @@ def _value(loader: _Loader, node: yaml.Node, path: KeyPath, written: Written, pr
     return None
 
 
+def _item(loader: _Loader, node: yaml.Node, path: KeyPath, written: Written, problems: list[Problem]) -> Any:
+    written.lines[path] = node.start_mark.line + 1
+    return _value(loader, node, path, written, problems)
+
+
 def _surprising(node: yaml.ScalarNode, value: float, path: KeyPath, written: Written) -> Problem:
     hint = "write it in plain digits, or in quotes where text is meant"
-    return Problem(f"{node.value} would be read as {value:g}", f"{written.name}:{node.start_mark.line + 1} {'.'.join(path)}", hint)
+    return Problem(f"{node.value} would be read as {value:g}", f"{written.name}:{node.start_mark.line + 1} {dotted(path)}", hint)
 
 
 def _tagged(node: yaml.Node, path: KeyPath, written: Written) -> Problem:
     kind = node.tag.removeprefix("tag:yaml.org,2002:")
     what = f"{node.value!r} cannot be read as {kind}" if isinstance(node, yaml.ScalarNode) else f"a value of the kind `{kind}`"
-    return Problem(what, f"{written.name}:{node.start_mark.line + 1} {'.'.join(path)}", "write text, numbers, lists and keys; put text in quotes")
+    return Problem(what, f"{written.name}:{node.start_mark.line + 1} {dotted(path)}", "write text, numbers, lists and keys; put text in quotes")
 
 
 def _unreadable(text: str, name: str, error: Exception) -> list[Problem]:

@@ -23,18 +23,17 @@ BAR_WIDTH = 30
 
 def preview(found: dict[str, Any]) -> Group:
     """The rows of a `pentamesh.data_preview` with trained tokens marked, and its counts and lengths; rich or `Console.print` takes it."""
-    panels = [_row(row, found["form"]) for row in found["rows"]]
-    return Group(*panels, _totals(found), Text(), *_histogram(found["lengths"]))
+    return Group(*map(_row, found["rows"]), _totals(found), Text(), *_histogram(found["lengths"]))
 
 
-def _row(row: dict[str, Any], form: str) -> Panel:
+def _row(row: dict[str, Any]) -> Panel:
     text = Text()
     for piece in row["pieces"]:
         text.append(
             f"{OPEN}{_short(piece['text'])}{CLOSE}" if piece["trained"] else _short(piece["text"]), "bold green" if piece["trained"] else "dim"
         )
     counts = f"{row['num_tokens']:,} tokens, {row['num_trained']:,} trained"
-    if form not in ("text", "prompt_completion"):
+    if row["form"] not in ("text", "prompt_completion"):
         turns = [f"{piece['num_tokens']:,}" for piece in row["pieces"] if piece["trained"]]
         counts += f" (by turn: {', '.join(turns)})"
     return Panel(text, title=Text(row["where"]), subtitle=Text(counts), title_align="left", subtitle_align="left")
@@ -58,12 +57,20 @@ def _totals(found: dict[str, Any]) -> Text:
         f"too long   {_too_long(found)}",
         f"padding    {padding['alone']:.0%} of what is computed; with packing {padding['packed']:.0%}, in {padding['num_packed']:,} rows",
     ]
+    if len(found["sources"]) > 1:
+        lines += map(_source, found["sources"])
     return Text("\n".join(lines))
+
+
+def _source(source: dict[str, Any]) -> str:
+    rows = f"{'' if source['all_measured'] else 'the first '}{source['num_measured']:,} rows"
+    counts = f"{format_count(source['num_tokens'])} tokens, {format_count(source['num_trained'])} trained"
+    return f"source     {source['name']} ({source['form']}, weight {source['weight']:g}): {rows}, {counts}"
 
 
 def _too_long(found: dict[str, Any]) -> str:
     num, seq_len = found["num_too_long"], found["seq_len"]
-    if found["form"] == "text":
+    if all(source["form"] == "text" for source in found["sources"]):
         return f"none: documents are cut to seq_len {seq_len:,}"
     if not num:
         return f"none: all fit seq_len {seq_len:,}"

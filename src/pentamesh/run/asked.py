@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pentamesh.errors import InputError
 from pentamesh.job.hardware import Hardware, read_hardware, started_hardware
@@ -87,8 +88,12 @@ def located(job: Job, base: Path, name: str) -> Job:
     def absolute(path: str) -> str:
         return os.path.realpath(resolve(path, base))
 
-    data = {"train": job.data.train, "held_out": job.data.held_out}
-    found = {key: absolute(rows) if isinstance(rows, str) and not is_hub_data(rows, base) else rows for key, rows in data.items()}
+    def here(rows: Any) -> Any:
+        if isinstance(rows, tuple):
+            return tuple(source.model_copy(update={"rows": here(source.rows)}) for source in rows)
+        return absolute(rows) if isinstance(rows, str) and not is_hub_data(rows, base) else rows
+
+    found = {"train": here(job.data.train), "held_out": here(job.data.held_out)}
     if job.data.chat_template:
         found["chat_template"] = read_template(job.data.chat_template, base)
     return job.model_copy(

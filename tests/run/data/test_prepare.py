@@ -17,8 +17,9 @@ from pentamesh.job.job import Job
 from pentamesh.run.data import prepare as module
 from pentamesh.run.data.batches import held_out_batches
 from pentamesh.run.data.chat import encode_chat
-from pentamesh.run.data.prepare import prepare, source, survey
+from pentamesh.run.data.prepare import prepare, survey
 from pentamesh.run.data.samples import Samples, open_prepared
+from pentamesh.run.data.source import source
 from pentamesh.run.data.tokens import windows
 
 
@@ -86,7 +87,7 @@ def test_text_is_cut_so_that_each_token_is_predicted_once_and_documents_stay_apa
     assert targets == [token for document in documents for token in document[1:]]
     joined = [" ".join(map(str, document)) for document in documents]
     assert all(any(" ".join(map(str, window)) in document for document in joined) for window in rows_of(prepared.train))
-    assert prepared.report["form"] == "text"
+    assert prepared.report["splits"]["train"]["sources"][0]["form"] == "text"
     assert prepared.train.lengths.max() == 4
     assert prepared.report["splits"]["train"]["dropped"] == {}
 

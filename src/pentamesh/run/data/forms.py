@@ -158,7 +158,7 @@ def _missing(row: Row, form: Form, names: Names) -> Problem:
     lacking = next(key for key in FORMS[form].keys if key not in value)
     what = f"no `{names[lacking]}` in the row; its keys: {', '.join(list(row.value)[:8]) or 'none'}"
     if looks := _looks_like(value):
-        return Problem(what, row.where, f"it looks like the {looks} form: the rows of a job have one form, here {form}")
+        return Problem(what, row.where, f"it looks like the {looks} form: the rows of a source have one form, here {form}")
     if close := difflib.get_close_matches(names[lacking], row.value, n=1):
         return Problem(what, row.where, f"did you mean {close[0]!r}?")
     other_name = f"data.columns.{lacking} = {names[lacking]} is not what the file calls it"

@@ -12,7 +12,7 @@ from typing import Any
 
 from pentamesh.errors import InputError, reason
 from pentamesh.job.files import KINDS, file_kind
-from pentamesh.job.job import Data
+from pentamesh.job.job import Rows
 from pentamesh.job.read import is_hub_data
 from pentamesh.run.data.rows import HubSplit, Place
 from pentamesh.units import format_path
@@ -23,22 +23,23 @@ __all__ = ["find_files", "find_places", "hub_split"]
 SAFE_BUILDERS = ("arrow", "csv", "json", "parquet", "text")
 
 
-def find_places(data: Data, key: str, base: Path) -> tuple[Place, ...]:
-    """The files that `data.train` or `data.held_out` names, or the split of the hub data set that it names where there is no such file.
+# Where the split of a source is given that has no keys of its own.
+SPLIT_KEYS = {"data.train": "data.split", "data.held_out": "data.held_out_split"}
+
+
+def find_places(rows: Rows, key: str, base: Path, usual_split: str = "train") -> tuple[Place, ...]:
+    """The files that a source names, or the split of the hub data set that it names where there is no such file.
 
     Raises InputError where there are none, or a split is given of files.
     """
-    name = {"train": data.train, "held_out": data.held_out}[key]
-    split_key, usual = {"train": ("split", "train"), "held_out": ("held_out_split", "test")}[key]
-    split = getattr(data, split_key)
-    if isinstance(name, str) and is_hub_data(name, base):
-        return (hub_split(name, data.subset, split or usual, f"data.{key}"),)
-    if split or (key == "train" and data.subset and not (isinstance(data.held_out, str) and is_hub_data(data.held_out, base))):
-        given = split_key if split else "subset"
-        raise InputError(
-            f"{given} = {getattr(data, given)} and data.{key} = {name}, which is no hub data set", where=f"data.{given}", hint="leave it out"
-        )
-    return find_files(name, base, f"data.{key}") if isinstance(name, str) else ()
+    if is_hub_data(rows.rows, base):
+        return (hub_split(rows.rows, rows.subset, rows.split or usual_split, key),)
+    places = {"split": SPLIT_KEYS.get(key, f"{key}.split"), "subset": "data.subset" if key in SPLIT_KEYS else f"{key}.subset"}
+    for given, where in places.items():
+        if value := getattr(rows, given):
+            what = f"{where.rpartition('.')[2]} = {value} and {key} = {rows.rows}, which is no hub data set"
+            raise InputError(what, where=where, hint="leave it out")
+    return find_files(rows.rows, base, key)
 
 
 def find_files(pattern: str, base: Path, key: str) -> tuple[Path, ...]:

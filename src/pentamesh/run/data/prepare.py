@@ -19,52 +19,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pentamesh.errors import InputError, Problem
-from pentamesh.job.job import Data, Job
+from pentamesh.job.job import Job
 from pentamesh.run.data.encode import Encode, encoder
-from pentamesh.run.data.forms import Form, Sample, checked_rows, form_of
-from pentamesh.run.data.places import find_places
+from pentamesh.run.data.forms import Form, Sample
 from pentamesh.run.data.problems import MAX_PLACES, Problems, listed
-from pentamesh.run.data.rows import HubSplit, Place
+from pentamesh.run.data.rows import HubSplit
 from pentamesh.run.data.samples import MANIFEST, SCHEMA, VERSION, Prepared, SampleWriter, check_replaceable, open_prepared
+from pentamesh.run.data.source import Source, source
+from pentamesh.run.data.tally import Tally
 from pentamesh.run.data.tokens import Encoded, cut_to
 from pentamesh.run.data.turns import Conversation, answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Source", "prepare", "source", "survey"]
+__all__ = ["prepare", "survey"]
 
 Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the rows of a job come from, places of training rows and either places or a share of held-out ones; and how they are read."""
-
-    train: tuple[Place, ...]
-    held_out: tuple[Place, ...]
-    share: float | None
-    form: Form
-    data: Data
-
-
-def source(job: Job, base: Path) -> Source:
-    """The places that `job.data` names and the form of their rows. Raises InputError with every name that leads nowhere."""
-    data, problems = job.data, []
-    found: dict[str, tuple[Place, ...]] = {"train": (), "held_out": ()}
-    for key in found:
-        try:
-            found[key] = find_places(data, key, base)
-        except InputError as error:
-            problems += error.problems
-    if data.train is None:
-        problems.append(Problem("no training data", "data.train", "give a file or glob, or a data set of the hub"))
-    share = None if isinstance(data.held_out, str) else data.held_out
-    if share is not None and not 0 < share < 1:
-        problems.append(Problem(f"a share of {share:g} cannot be held out", "data.held_out", "give a share such as 0.05, or a file"))
-    if problems:
-        raise InputError(*problems)
-    return Source(found["train"], found["held_out"], share, form_of(found["train"], data.form, data.columns), data)
 
 
 def prepare(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Path, *, progress: Progress | None = None) -> Prepared:
@@ -82,12 +53,12 @@ def prepare(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Pa
             pass  # torn or of another version: made again below
     for ours in (folder, _partial(folder)):
         check_replaceable(ours)
-    encode = encoder(tokenizer, asked.form)
+    encoders: dict[Form, Encode] = {origin.form: encoder(tokenizer, origin.form) for origin in asked.origins}
     held, num_repeated = survey(asked, job.training.seed)
     partial = _empty(_partial(folder))
     try:
-        splits = _write(job, asked, encode, held, partial, progress)
-        report = _facts(job, tokenizer, asked) | {"fingerprint": fingerprint, "repeated_rows": num_repeated, "splits": splits}
+        splits = _write(job, asked, encoders, held, partial, progress)
+        report = _facts(job, tokenizer) | {"fingerprint": fingerprint, "repeated_rows": num_repeated, "splits": splits}
         (partial / MANIFEST).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
@@ -97,10 +68,9 @@ def prepare(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Pa
     return open_prepared(folder)
 
 
-def _facts(job: Job, tokenizer: PreTrainedTokenizerBase, asked: Source) -> dict[str, Any]:
+def _facts(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     pad_id = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
-    facts = {"schema": SCHEMA, "version": VERSION, "form": asked.form, "seq_len": job.batch.seq_len}
-    return facts | {"too_long": job.data.too_long, "pad_id": pad_id}
+    return {"schema": SCHEMA, "version": VERSION, "seq_len": job.batch.seq_len, "too_long": job.data.too_long, "pad_id": pad_id}
 
 
 def _partial(folder: Path) -> Path:
@@ -115,12 +85,14 @@ def _empty(folder: Path) -> Path:
 
 def _fingerprint(job: Job, tokenizer: PreTrainedTokenizerBase, asked: Source) -> str:
     """Sixteen hex digits of everything that decides the samples. Files count by name, size and time of change."""
-    named = (file for place in (*asked.train, *asked.held_out) for file in (place.files if isinstance(place, HubSplit) else (place,)))
+    places = (place for origin in asked.origins for place in origin.places)
+    named = (file for place in places for file in (place.files if isinstance(place, HubSplit) else (place,)))
     files = [(str(file.absolute()), stat.st_size, stat.st_mtime_ns) for file in named for stat in [file.stat()]]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     words = [hashlib.sha256(vocabulary.encode()).hexdigest(), repr(tokenizer.chat_template), repr(tokenizer.special_tokens_map)]
-    decides = [VERSION, files, words, asked.form, job.batch.seq_len, job.batch.packing, job.data.model_dump(mode="json"), job.training.seed]
+    forms, data = [origin.form for origin in asked.origins], job.data.model_dump(mode="json")
+    decides = [VERSION, files, words, forms, job.batch.seq_len, job.batch.packing, data, job.training.seed]
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -139,8 +111,8 @@ def _key(row: Sample, seed: int) -> int:
 def survey(asked: Source, seed: int) -> tuple[frozenset[int], int]:
     """The keys of the held-out rows, and how many training rows repeat another. Raises InputError with all faults of all rows."""
     with Problems() as problems:
-        keys = array("Q", (_key(row, seed) for row in checked_rows(asked.train, asked.form, problems, asked.data.max_rows, asked.data)))
-        held = frozenset(_key(row, seed) for row in checked_rows(asked.held_out, asked.form, problems, data=asked.data))
+        keys = array("Q", (_key(row, seed) for origin in asked.train for row in origin.rows(problems, asked.max_rows)))
+        held = frozenset(_key(row, seed) for row in (asked.held_out.rows(problems) if asked.held_out else ()))
     distinct = np.unique(np.frombuffer(keys, np.uint64))  # sorted
     if asked.share is not None:
         held = frozenset(distinct[: max(1, round(asked.share * len(distinct)))].tolist())
@@ -150,17 +122,38 @@ def survey(asked: Source, seed: int) -> tuple[frozenset[int], int]:
     return held, len(keys) - len(distinct)
 
 
-def _placed(asked: Source, held: frozenset[int], seed: int, problems: Problems) -> Iterator[tuple[str, Sample, str]]:
-    """Every row with its split and, where it is not to be used, the reason: a held-out row is never trained on, however often it is there."""
+@dataclass(frozen=True)
+class _Placed:
+    """A row, the split it belongs to, the number of its source there and, where it is not to be used, the reason."""
+
+    split: str
+    source: int
+    row: Sample
+    form: Form
+    unused: str = ""
+
+
+def _placed(asked: Source, held: frozenset[int], seed: int, problems: Problems) -> Iterator[_Placed]:
+    """Every row with its split: a held-out row is never trained on, however often it is there."""
     waiting = set(held) if asked.share is not None else set()
-    for row in checked_rows(asked.train, asked.form, problems, asked.data.max_rows, asked.data):
-        key = _key(row, seed)
-        if key in waiting:
-            waiting.remove(key)
-            yield "held_out", row, ""
-        else:
-            yield "train", row, "equal_to_held_out" if key in held else ""
-    yield from (("held_out", row, "") for row in checked_rows(asked.held_out, asked.form, problems, data=asked.data))
+    for number, origin in enumerate(asked.train):
+        for row in origin.rows(problems, asked.max_rows):
+            key = _key(row, seed) if held else 0
+            if key in waiting:
+                waiting.remove(key)
+                yield _Placed("held_out", number, row, origin.form)
+            else:
+                yield _Placed("train", number, row, origin.form, "equal_to_held_out" if key in held else "")
+    if origin := asked.held_out:
+        yield from (_Placed("held_out", 0, row, origin.form) for row in origin.rows(problems))
+
+
+def _tallies(asked: Source, held: frozenset[int], seed: int) -> dict[str, list[Tally]]:
+    """The sources of each split. Held-out rows count once, whatever they weigh in training."""
+    found = {"train": [Tally(origin.name, origin.form, origin.weight, seed) for origin in asked.train]}
+    if held:
+        found["held_out"] = [Tally(origin.name, origin.form) for origin in ((asked.held_out,) if asked.held_out else asked.train)]
+    return found
 
 
 @dataclass
@@ -183,17 +176,21 @@ class _TooLong:
         return Problem(what, listed(self.places, self.num_rows), hint)
 
 
-def _write(job: Job, asked: Source, encode: Encode, held: frozenset[int], folder: Path, progress: Progress | None) -> dict[str, dict[str, Any]]:
+def _write(
+    job: Job, asked: Source, encoders: dict[Form, Encode], held: frozenset[int], folder: Path, progress: Progress | None
+) -> dict[str, dict[str, Any]]:
     """Tokenise every row into its split. Returns the manifest's entry of each; raises InputError with all faults at once."""
-    writers = {name: SampleWriter(folder, name) for name in (["train", "held_out"] if held else ["train"])}
+    seed = job.training.seed
+    writers = {name: SampleWriter(folder, name, tallies) for name, tallies in _tallies(asked, held, seed).items()}
     too_long = _TooLong()
     with Problems() as problems:
-        for num_rows, (name, row, unused) in enumerate(_placed(asked, held, job.training.seed, problems), start=1):
-            if unused:
-                writers[name].drop(unused)
-            elif isinstance(encoded := encode(row), Encoded):
-                cut = cut_to(encoded, asked.form, job.batch.seq_len, job.data.too_long)
-                writers[name].add(encoded, cut)
+        for num_rows, placed in enumerate(_placed(asked, held, seed, problems), start=1):
+            writer, row = writers[placed.split], placed.row
+            if placed.unused:
+                writer.drop(placed.source, placed.unused)
+            elif isinstance(encoded := encoders[placed.form](row), Encoded):
+                cut = cut_to(encoded, placed.form, job.batch.seq_len, job.data.too_long)
+                writer.add(placed.source, encoded, cut)
                 if cut.dropped == "too_long":
                     too_long.add(row.where, len(encoded.ids) - 1)
             else:

@@ -12,16 +12,15 @@ import numpy as np
 
 from pentamesh.job.job import Batch, Job
 from pentamesh.run.data.encode import encoder
-from pentamesh.run.data.forms import checked_rows
 from pentamesh.run.data.order import Order, first_fit_decreasing
-from pentamesh.run.data.prepare import source
-from pentamesh.run.data.rows import Problems
+from pentamesh.run.data.problems import Problems
+from pentamesh.run.data.source import Origin, source
 from pentamesh.run.data.tokens import Encoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SCHEMA", "VERSION", "Lengths", "Padding", "Piece", "PreviewData", "PreviewRow", "collect"]
+__all__ = ["SCHEMA", "VERSION", "Lengths", "Padding", "Piece", "PreviewData", "PreviewRow", "PreviewSource", "collect"]
 
 SCHEMA, VERSION = "pentamesh.data_preview", 2
 NUM_BINS = 10
@@ -42,6 +41,7 @@ class PreviewRow:
     """One row as the model reads it; its trained pieces are the assistant's turns."""
 
     where: str
+    form: str
     pieces: tuple[Piece, ...]
     num_tokens: int
     num_trained: int
@@ -68,14 +68,28 @@ class Padding:
 
 
 @dataclass(frozen=True)
-class PreviewData:
-    """The first rows, and the counts of all that were measured."""
+class PreviewSource:
+    """The counts of a source, of those rows that were measured; `weight` is how often an epoch sees each."""
 
+    name: str
     files: tuple[str, ...]
     form: str
+    weight: float
+    num_measured: int
+    all_measured: bool
+    num_tokens: int
+    num_trained: int
+    num_too_long: int
+
+
+@dataclass(frozen=True)
+class PreviewData:
+    """The first rows of each source, and the counts of all that were measured."""
+
     seq_len: int
     too_long: str
     rows: tuple[PreviewRow, ...]
+    sources: tuple[PreviewSource, ...]
     num_measured: int
     all_measured: bool
     num_tokens: int
@@ -90,39 +104,59 @@ class PreviewData:
 
 
 def collect(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, num_rows: int = 3, max_measured: int = MAX_MEASURED) -> PreviewData:
-    """The first `num_rows` training rows in pieces, and the counts and lengths of the first `max_measured`.
+    """The first `num_rows` training rows of each source in pieces, and the counts and lengths of the first `max_measured` over all of them.
 
     Raises: InputError, with the faults of all these rows at once.
     """
     asked = source(job, base)
-    encode = encoder(tokenizer, asked.form)
-    shown, lengths, num_trained, all_measured = [], [], 0, True
     with Problems() as problems:
-        rows = checked_rows(asked.train, asked.form, problems, asked.data.max_rows, asked.data)
-        for row in islice(rows, max_measured):
-            encoded = encode(row)
-            if not isinstance(encoded, Encoded):
-                problems.add(*encoded)
-                continue
-            if len(shown) < num_rows:
-                shown.append(PreviewRow(row.where, tuple(_pieces(tokenizer, encoded)), len(encoded.ids) - 1, encoded.num_trained))
-            lengths.append(len(encoded.ids) - 1)
-            num_trained += encoded.num_trained
-        all_measured = next(rows, None) is None
+        limit = -(-max_measured // len(asked.train))
+        found = [_measured(origin, asked.max_rows, limit, num_rows, job.batch.seq_len, tokenizer, problems) for origin in asked.train]
+    sources = tuple(measured for measured, _, _ in found)
+    lengths = np.array([length for _, _, lengths in found for length in lengths])
     return PreviewData(
-        files=tuple(map(str, asked.train)),
-        form=asked.form,
         seq_len=job.batch.seq_len,
         too_long=job.data.too_long,
-        rows=tuple(shown),
-        num_measured=len(lengths),
-        all_measured=all_measured,
-        num_tokens=sum(lengths),
-        num_trained=num_trained,
-        num_too_long=sum(n > job.batch.seq_len for n in lengths) if asked.form != "text" else 0,
-        lengths=_lengths(np.array(lengths)),
+        rows=tuple(row for _, rows, _ in found for row in rows),
+        sources=sources,
+        num_measured=sum(s.num_measured for s in sources),
+        all_measured=all(s.all_measured for s in sources),
+        num_tokens=sum(s.num_tokens for s in sources),
+        num_trained=sum(s.num_trained for s in sources),
+        num_too_long=sum(s.num_too_long for s in sources),
+        lengths=_lengths(lengths),
         padding=_padding(np.clip(lengths, 1, job.batch.seq_len), job.batch),
     )
+
+
+def _measured(
+    origin: Origin, max_rows: int | None, limit: int, num_shown: int, seq_len: int, tokenizer: PreTrainedTokenizerBase, problems: Problems
+) -> tuple[PreviewSource, list[PreviewRow], list[int]]:
+    """The counts of the first `limit` rows of a source, the first of them in pieces, and the length of each."""
+    encode = encoder(tokenizer, origin.form)
+    shown, lengths, num_trained = [], [], 0
+    rows = origin.rows(problems, max_rows)
+    for row in islice(rows, limit):
+        encoded = encode(row)
+        if not isinstance(encoded, Encoded):
+            problems.add(*encoded)
+            continue
+        if len(shown) < num_shown:
+            shown.append(PreviewRow(row.where, origin.form, tuple(_pieces(tokenizer, encoded)), len(encoded.ids) - 1, encoded.num_trained))
+        lengths.append(len(encoded.ids) - 1)
+        num_trained += encoded.num_trained
+    counts = PreviewSource(
+        name=origin.name,
+        files=tuple(map(str, origin.places)),
+        form=origin.form,
+        weight=origin.weight,
+        num_measured=len(lengths),
+        all_measured=next(rows, None) is None,
+        num_tokens=sum(lengths),
+        num_trained=num_trained,
+        num_too_long=sum(n > seq_len for n in lengths) if origin.form != "text" else 0,
+    )
+    return counts, shown, lengths
 
 
 def _pieces(tokenizer: PreTrainedTokenizerBase, row: Encoded) -> Iterator[Piece]:

@@ -2,7 +2,7 @@
 
 A prepared folder holds data.json (the manifest) and, for each split, flat little-endian files: NAME.tokens (int32), NAME.trained (one byte a
 token), NAME.spans (int64 pairs: offset and number of tokens of each sample) and, where rows hold several samples, NAME.packs (int32: the row of
-each sample, the longest first). Windows of a document overlap, so spans may.
+each sample, the longest first). Windows of a document overlap, so spans may; a row that an epoch sees twice is stored once and has its spans twice.
 
 The model reads the tokens of a sample but the last, which is only a target: the *length* of a sample is its number of tokens less one.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,11 +21,12 @@ import numpy as np
 
 from pentamesh.errors import InputError
 from pentamesh.run.data.order import first_fit_decreasing
+from pentamesh.run.data.tally import Tally, total
 from pentamesh.run.data.tokens import Cut, Encoded
 
 __all__ = ["MANIFEST", "SCHEMA", "VERSION", "Prepared", "SampleWriter", "Samples", "check_replaceable", "open_prepared"]
 
-SCHEMA, VERSION = "pentamesh.data", 4
+SCHEMA, VERSION = "pentamesh.data", 5
 MANIFEST = "data.json"
 DTYPES = {"tokens": np.dtype("<i4"), "trained": np.dtype("?"), "spans": np.dtype("<i8"), "packs": np.dtype("<i4")}
 
@@ -129,57 +129,50 @@ def _mapped(folder: Path, name: str, split: dict[str, Any], pad_id: int) -> Samp
 
 
 class SampleWriter:
-    """Appends the samples of one split to its files, keeping 16 bytes a sample in memory."""
+    """Appends the rows of one split to its files, each once; its samples are spans of them, tallied by source."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, tallies: Sequence[Tally]) -> None:
         self._paths = {kind: folder / f"{name}.{kind}" for kind in DTYPES}
         self._files = {kind: self._paths[kind].open("wb") for kind in ("tokens", "trained")}
-        self._spans = array("q")
+        self._tallies = tallies
         self._digest = hashlib.blake2b(digest_size=8)
-        self._counts = dict.fromkeys(
-            ("rows", "truncated", "split", "untrained_pieces", "samples", "tokens", "trained_tokens", "longest", "stored_tokens", "largest_id"), 0
-        )
-        self._dropped: Counter[str] = Counter()
+        self._stored = self._largest_id = 0
 
-    def drop(self, reason: str) -> None:
+    def drop(self, source: int, reason: str) -> None:
         """Count a row that is not used."""
-        self._counts["rows"] += 1
-        self._dropped[reason] += 1
+        self._tallies[source].drop(reason)
 
-    def add(self, row: Encoded, cut: Cut) -> None:
-        """Store a row once and its samples as spans of it, or count it as dropped."""
+    def add(self, source: int, row: Encoded, cut: Cut) -> None:
+        """Store a row, or count it as dropped."""
         if cut.dropped:
-            self.drop(cut.dropped)
+            self.drop(source, cut.dropped)
             return
-        for kind, values in (("tokens", row.ids), ("trained", row.trained), ("spans", np.array(cut.spans))):
+        for kind, values in (("tokens", row.ids), ("trained", row.trained)):
             content = values.astype(DTYPES[kind]).tobytes()
             self._digest.update(content)
-            if kind in self._files:
-                self._files[kind].write(content)
-        for offset, n in cut.spans:
-            self._spans.extend((self._counts["stored_tokens"] + offset, n))
-            self._counts["tokens"] += n - 1
-            self._counts["trained_tokens"] += int(row.trained[offset + 1 : offset + n].sum())
-            self._counts["longest"] = max(self._counts["longest"], n - 1)
-        self._counts["rows"] += 1
-        self._counts["truncated"] += cut.truncated
-        self._counts["split"] += len(cut.spans) + cut.num_untrained > 1
-        self._counts["untrained_pieces"] += cut.num_untrained
-        self._counts["samples"] += len(cut.spans)
-        self._counts["stored_tokens"] += len(row.ids)
-        self._counts["largest_id"] = max(self._counts["largest_id"], int(row.ids.max()))
+            self._files[kind].write(content)
+        self._tallies[source].add(row, cut, self._stored)
+        self._stored += len(row.ids)
+        self._largest_id = max(self._largest_id, int(row.ids.max()))
 
     def close(self, pack_to: int | None = None) -> dict[str, Any]:
         """Finish the files, with the samples packed into rows of so many tokens where that is asked. Returns what the manifest says of them; samples
         of the same digest are the same, wherever their rows came from."""
         for file in self._files.values():
             file.close()
-        spans = np.frombuffer(self._spans, np.int64).reshape(-1, 2)
-        spans.astype(DTYPES["spans"]).tofile(self._paths["spans"])
-        packed = {}
-        if pack_to is not None and len(spans):
-            packs = first_fit_decreasing(np.sort(spans[:, 1] - 1)[::-1], pack_to).astype(DTYPES["packs"])
-            packs.tofile(self._paths["packs"])
-            self._digest.update(packs.tobytes())
-            packed = {"packs": int(packs.max()) + 1}
-        return {**self._counts, **packed, "digest": self._digest.hexdigest(), "dropped": dict(self._dropped)}
+        spans, counts = zip(*(tally.close() for tally in self._tallies), strict=True)
+        seen = np.concatenate(spans)
+        self._keep("spans", seen)
+        packed = self._packed(seen[:, 1] - 1, pack_to) if pack_to is not None and len(seen) else {}
+        stored = {"stored_tokens": self._stored, "largest_id": self._largest_id}
+        return {**total(counts), **stored, **packed, "digest": self._digest.hexdigest(), "sources": list(counts)}
+
+    def _packed(self, lengths: np.ndarray, pack_to: int) -> dict[str, int]:
+        packs = first_fit_decreasing(np.sort(lengths)[::-1], pack_to)
+        self._keep("packs", packs)
+        return {"packs": int(packs.max()) + 1}
+
+    def _keep(self, kind: str, values: np.ndarray) -> None:
+        content = values.astype(DTYPES[kind]).tobytes()
+        self._digest.update(content)
+        self._paths[kind].write_bytes(content)
