@@ -147,6 +147,9 @@ class Data(Section):
         default="error", description="What happens to a row longer than `batch.seq_len`; `split` cuts it into pieces that follow each other."
     )
     max_rows: Count | None = Field(default=None, ge=1, description="Use only the first rows of each source.")
+    workers: Count | None = Field(
+        default=None, ge=1, le=256, description="Processes that tokenise, once a job; as many as there are cores, at most 8, when not given."
+    )
 
     @property
     def sources(self) -> dict[str, Rows]:

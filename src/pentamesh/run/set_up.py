@@ -18,6 +18,7 @@ from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.plan import Plan
 from pentamesh.run.board import Board
 from pentamesh.run.data.batches import Batches
+from pentamesh.run.data.pace import Pace
 from pentamesh.run.data.prepare import prepare
 from pentamesh.run.data.samples import Prepared, open_prepared
 from pentamesh.run.folder import RunFolder
@@ -91,7 +92,7 @@ def _prepare(plan: Plan, model: ModelSpec, source: Path, folder: RunFolder) -> P
     """Tokenise once, on rank 0; every rank then maps the same files."""
 
     def work() -> None:
-        prepare(plan.job, tokenizer_of(source, plan.job.data.chat_template), Path(), folder.data)
+        prepare(plan.job, tokenizer_of(source, plan.job.data.chat_template), Path(), folder.data, progress=Pace())
 
     first("preparing the data", work)
     found = open_prepared(folder.data)

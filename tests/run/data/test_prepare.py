@@ -17,9 +17,10 @@ from pentamesh.job.job import Job
 from pentamesh.run.data import prepare as module
 from pentamesh.run.data.batches import held_out_batches
 from pentamesh.run.data.chat import encode_chat
-from pentamesh.run.data.prepare import prepare, survey
+from pentamesh.run.data.prepare import prepare
 from pentamesh.run.data.samples import Samples, open_prepared
 from pentamesh.run.data.source import source
+from pentamesh.run.data.split import survey
 from pentamesh.run.data.tokens import windows
 
 

@@ -1,4 +1,4 @@
-"""Prepare: from the files of a job to samples on disk, done once by one process.
+"""Prepare: from the files of a job to samples on disk, done once a job.
 
 Two passes: the first reads every row, names every fault and finds what is held out; the second tokenises. The folder appears at once, whole,
 under a fingerprint of everything that decides its content; it is reused while that stays the same.
@@ -10,32 +10,32 @@ import hashlib
 import json
 import os
 import shutil
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pentamesh.errors import InputError, Problem
 from pentamesh.job.job import Job
 from pentamesh.run.data.encode import Encode, encoder
-from pentamesh.run.data.forms import Form, Sample
+from pentamesh.run.data.forms import Form
 from pentamesh.run.data.problems import MAX_PLACES, Problems, listed
 from pentamesh.run.data.rows import HubSplit
 from pentamesh.run.data.samples import MANIFEST, SCHEMA, VERSION, Prepared, SampleWriter, check_replaceable, open_prepared
 from pentamesh.run.data.source import Source, source
+from pentamesh.run.data.split import Placed, placed, survey
 from pentamesh.run.data.tally import Tally
 from pentamesh.run.data.tokens import Encoded, cut_to
-from pentamesh.run.data.turns import Conversation, answers
+from pentamesh.run.data.workers import encoded_by, encoded_here, num_workers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["prepare", "survey"]
+__all__ = ["prepare"]
 
 Progress = Callable[[int], None]
+Encoding = Callable[[Iterator[Placed]], Generator[tuple[Placed, Encoded | list[Problem] | None]]]
 
 
 def prepare(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Path, *, progress: Progress | None = None) -> Prepared:
@@ -54,11 +54,13 @@ def prepare(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Pa
     for ours in (folder, _partial(folder)):
         check_replaceable(ours)
     encoders: dict[Form, Encode] = {origin.form: encoder(tokenizer, origin.form) for origin in asked.origins}
-    held, num_repeated = survey(asked, job.training.seed)
+    found = survey(asked, job.training.seed)
+    num = num_workers(job.data.workers, found.num_chars)
+    encode: Encoding = (lambda rows: encoded_by(num, rows, tokenizer)) if num > 1 else lambda rows: encoded_here(rows, encoders)
     partial = _empty(_partial(folder))
     try:
-        splits = _write(job, asked, encoders, held, partial, progress)
-        report = _facts(job, tokenizer) | {"fingerprint": fingerprint, "repeated_rows": num_repeated, "splits": splits}
+        splits = _write(job, asked, encode, found.held, partial, progress)
+        report = _facts(job, tokenizer) | {"fingerprint": fingerprint, "repeated_rows": found.num_repeated, "splits": splits}
         (partial / MANIFEST).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
@@ -91,61 +93,9 @@ def _fingerprint(job: Job, tokenizer: PreTrainedTokenizerBase, asked: Source) ->
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     words = [hashlib.sha256(vocabulary.encode()).hexdigest(), repr(tokenizer.chat_template), repr(tokenizer.special_tokens_map)]
-    forms, data = [origin.form for origin in asked.origins], job.data.model_dump(mode="json")
+    forms, data = [origin.form for origin in asked.origins], job.data.model_dump(mode="json", exclude={"workers"})
     decides = [VERSION, files, words, forms, job.batch.seq_len, job.batch.packing, data, job.training.seed]
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _key(row: Sample, seed: int) -> int:
-    """64 bits of what is trained of a row: equal rows have equal keys, and among different ones their order is a draw by `seed`.
-
-    Two different rows of a million share a key with a probability of 3e-8 (birthday bound, n^2 / 2^65).
-    """
-    said = row.content
-    if isinstance(said, Conversation) and not said.tools and said.trained == answers(said.messages):
-        said = said.messages
-    content = json.dumps(said, sort_keys=True, default=vars).encode()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8, salt=seed.to_bytes(16, "little")).digest(), "little")
-
-
-def survey(asked: Source, seed: int) -> tuple[frozenset[int], int]:
-    """The keys of the held-out rows, and how many training rows repeat another. Raises InputError with all faults of all rows."""
-    with Problems() as problems:
-        keys = array("Q", (_key(row, seed) for origin in asked.train for row in origin.rows(problems, asked.max_rows)))
-        held = frozenset(_key(row, seed) for row in (asked.held_out.rows(problems) if asked.held_out else ()))
-    distinct = np.unique(np.frombuffer(keys, np.uint64))  # sorted
-    if asked.share is not None:
-        held = frozenset(distinct[: max(1, round(asked.share * len(distinct)))].tolist())
-        if len(held) == len(distinct):
-            what = f"held_out = {asked.share:g} of {len(distinct):,} different rows leaves none to train on"
-            raise InputError(what, where="data.held_out", hint="give more rows, hold out a smaller share, or name a file of held-out rows")
-    return held, len(keys) - len(distinct)
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """A row, the split it belongs to, the number of its source there and, where it is not to be used, the reason."""
-
-    split: str
-    source: int
-    row: Sample
-    form: Form
-    unused: str = ""
-
-
-def _placed(asked: Source, held: frozenset[int], seed: int, problems: Problems) -> Iterator[_Placed]:
-    """Every row with its split: a held-out row is never trained on, however often it is there."""
-    waiting = set(held) if asked.share is not None else set()
-    for number, origin in enumerate(asked.train):
-        for row in origin.rows(problems, asked.max_rows):
-            key = _key(row, seed) if held else 0
-            if key in waiting:
-                waiting.remove(key)
-                yield _Placed("held_out", number, row, origin.form)
-            else:
-                yield _Placed("train", number, row, origin.form, "equal_to_held_out" if key in held else "")
-    if origin := asked.held_out:
-        yield from (_Placed("held_out", 0, row, origin.form) for row in origin.rows(problems))
 
 
 def _tallies(asked: Source, held: frozenset[int], seed: int) -> dict[str, list[Tally]]:
@@ -176,23 +126,21 @@ class _TooLong:
         return Problem(what, listed(self.places, self.num_rows), hint)
 
 
-def _write(
-    job: Job, asked: Source, encoders: dict[Form, Encode], held: frozenset[int], folder: Path, progress: Progress | None
-) -> dict[str, dict[str, Any]]:
+def _write(job: Job, asked: Source, encode: Encoding, held: frozenset[int], folder: Path, progress: Progress | None) -> dict[str, dict[str, Any]]:
     """Tokenise every row into its split. Returns the manifest's entry of each; raises InputError with all faults at once."""
     seed = job.training.seed
     writers = {name: SampleWriter(folder, name, tallies) for name, tallies in _tallies(asked, held, seed).items()}
     too_long = _TooLong()
-    with Problems() as problems:
-        for num_rows, placed in enumerate(_placed(asked, held, seed, problems), start=1):
-            writer, row = writers[placed.split], placed.row
-            if placed.unused:
-                writer.drop(placed.source, placed.unused)
-            elif isinstance(encoded := encoders[placed.form](row), Encoded):
-                cut = cut_to(encoded, placed.form, job.batch.seq_len, job.data.too_long)
-                writer.add(placed.source, encoded, cut)
+    with Problems() as problems, closing(encode(placed(asked, held, seed, problems))) as rows:
+        for num_rows, (row, encoded) in enumerate(rows, start=1):
+            writer = writers[row.split]
+            if isinstance(encoded, Encoded):
+                cut = cut_to(encoded, row.form, job.batch.seq_len, job.data.too_long)
+                writer.add(row.source, encoded, cut)
                 if cut.dropped == "too_long":
-                    too_long.add(row.where, len(encoded.ids) - 1)
+                    too_long.add(row.row.where, len(encoded.ids) - 1)
+            elif encoded is None:
+                writer.drop(row.source, row.unused)
             else:
                 problems.add(*encoded)
             if progress:
