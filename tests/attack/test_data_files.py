@@ -394,6 +394,42 @@ CASES: dict[str, tuple[Callable[[Path], Any], list[str], str, str]] = {
     ),
     "column twice": (column_twice, ["data.train=rows.feather"], "rows.feather, after 0 rows", "several columns are called messages"),
     "time zone that nobody knows": (nowhere, ["data.train=rows.feather"], "rows.feather, after 0 rows", "a value cannot be read"),
+    "list with an empty source": (
+        write("empty.jsonl", b""),
+        ["data.train=[{rows: rows.jsonl}, {rows: empty.jsonl}]"],
+        "empty.jsonl",
+        "the file has no rows",
+    ),
+    "list with a source that is not there": (
+        lambda folder: None,
+        ["data.train=[{rows: rows.jsonl}, {rows: gone.csv}]"],
+        "data.train[1]",
+        "no file",
+    ),
+    "the same file twice": (
+        lambda folder: (folder / "link.jsonl").symlink_to("rows.jsonl"),
+        ["data.train=[{rows: rows.jsonl}, {rows: link.jsonl}]"],
+        "data.train[1]",
+        "is named by data.train[0] already",
+    ),
+    "a folder and a file of it": (
+        write("rows.csv", SHEET),
+        ["data.train=[{rows: rows.csv}, {rows: '*.csv'}]"],
+        "data.train[1]",
+        "rows.csv is named by data.train[0] already",
+    ),
+    "source of another form than it says": (
+        write("rows.csv", SHEET),
+        ["data.train=[{rows: rows.jsonl}, {rows: rows.csv, form: text}]"],
+        "rows.csv:2",
+        "no `text` in the row",
+    ),
+    "source with a split of files": (
+        lambda folder: None,
+        ["data.train=[{rows: rows.jsonl, split: train}]"],
+        "data.train[0].split",
+        "which is no hub data set",
+    ),
     "hub data without a network": (
         lambda folder: None,
         ["data.train=nobody/nothing"],

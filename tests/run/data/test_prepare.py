@@ -21,7 +21,7 @@ from pentamesh.run.data.prepare import prepare
 from pentamesh.run.data.samples import Samples, open_prepared
 from pentamesh.run.data.source import source
 from pentamesh.run.data.split import survey
-from pentamesh.run.data.tokens import windows
+from pentamesh.run.data.tokens import Encoded, windows
 
 
 def job(seq_len: int = 64, seed: int = 0, **data: Any) -> Job:
@@ -301,6 +301,22 @@ def test_memory_stays_bounded(tmp_path: Path, write_rows: Any, talk: Any) -> Non
         assert tracemalloc.get_traced_memory()[1] < 16e6
     finally:
         tracemalloc.stop()
+
+
+def test_memory_of_preparing_stays_bounded(tmp_path: Path, write_rows: Any, talk: Any, chatml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,500 rows of 24 kB, 60 MB in all, within 8 MB: the tokeniser stands still, what is around it is measured."""
+    line = json.dumps({"messages": talk("how", "bye " * 6_000)}) + "\n"
+    with write_rows([]).open("w") as file:
+        file.writelines(line for _ in range(2_500))
+    encoded = Encoded(np.arange(200, dtype=np.int32), np.ones(200, bool))
+    monkeypatch.setattr(module, "encoder", lambda *_: lambda _: encoded)
+    tracemalloc.start()
+    try:
+        prepared = prepare(job(256, workers=1), chatml, tmp_path, tmp_path / "prepared")
+        assert tracemalloc.get_traced_memory()[1] < 8e6
+    finally:
+        tracemalloc.stop()
+    assert (len(prepared.train), prepared.train.num_tokens) == (2_500, 497_500)
 
 
 def test_real_conversations_and_text(shared: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,20 @@ def test_a_worker_that_cannot_start_says_why(small: None) -> None:
 def test_what_nobody_expected_in_a_worker(small: None) -> None:
     with pytest.raises(RunFailed, match=r"nobody expected this: TypeError"):
         list(encoded_by(1, rows(["hello"]), 7))  # type: ignore[arg-type]
+
+
+def test_rows_are_taken_a_few_chunks_ahead(small: None, chatml: Any) -> None:
+    pulled = 0
+
+    def counted() -> Iterator[Placed]:
+        nonlocal pulled
+        for row in rows(["hello"] * 400):
+            pulled += 1
+            yield row
+
+    ahead = [pulled - done for done, _ in enumerate(encoded_by(2, counted(), chatml))]
+    assert len(ahead) == 400
+    assert max(ahead) <= 7 * (2 * workers.UNDER_WAY + 1)
 
 
 def test_large_rows_on_both_ways_do_not_lock(small: None, chatml: Any) -> None:
