@@ -40,6 +40,10 @@ def test_plan_world_is_light(module: str) -> None:
     assert not _loaded_by(f"import {module}") & HEAVY
 
 
+def test_a_process_that_tokenises_is_without_torch() -> None:
+    assert not _loaded_by("import pentamesh.run.data.worker") & {"torch", "datasets", "pyarrow"}
+
+
 def test_light_is_measured_where_heavy_is_seen() -> None:
     assert "numpy" in _loaded_by("import numpy")
 
