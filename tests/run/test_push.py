@@ -81,7 +81,9 @@ def pushed(job: Path, log: Path, *, fails: bool = False) -> RunFolder:
 def test_a_run_is_pushed_with_its_card(tmp_path: Path, hub: Path) -> None:
     toy.model_folder(tmp_path / "model")
     model = {"name": "model", "new_tokens": ["<|think|>"]}
-    folder = pushed(toy.job(tmp_path, model=model, checkpoint__push_to_hub="org/tiny", training__freeze=["*norm*"]), hub)
+    toy.rows(tmp_path / "more.jsonl", 6, seed=1)
+    train = [{"rows": "rows.jsonl"}, {"rows": "more.jsonl", "weight": 0.5}]
+    folder = pushed(toy.job(tmp_path, model=model, checkpoint__push_to_hub="org/tiny", training__freeze=["*norm*"], data__train=train), hub)
     create, upload = map(json.loads, hub.read_text().splitlines())
     assert create == {"call": "create_repo", "repo_id": "org/tiny", "private": True, "exist_ok": True}
     assert upload["repo_id"] == "org/tiny"
@@ -98,7 +100,7 @@ def test_a_run_is_pushed_with_its_card(tmp_path: Path, hub: Path) -> None:
     assert held_out in card
     for line in (
         "| base model | model |",
-        "| training rows | rows.jsonl |",
+        "| training rows | rows.jsonl; more.jsonl, weight 0.5 |",
         "| held-out rows | 20.00% of the training rows |",
         "`*norm*`",
         r"`<\|think\|>`",

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from pentamesh import __version__
+from pentamesh.job.job import Rows
 from pentamesh.job.read import HUB_DATA
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.reasons import NAMES
@@ -39,8 +40,8 @@ def _front(plan: Plan) -> dict[str, Any]:
     found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["pentamesh"]}
     if plan.job.method != "pretrain" and _is_published(plan.job.model.name):
         found["base_model"] = plan.job.model.name
-    if plan.job.data.train and _is_published(plan.job.data.train):
-        found["datasets"] = [plan.job.data.train]
+    if datasets := [source.rows for source in plan.job.data.sources.values() if _is_published(source.rows)]:
+        found["datasets"] = datasets
     return found
 
 
@@ -57,7 +58,13 @@ def _name(name: str) -> str:
 def _said(plan: Plan) -> str:
     base = _name(plan.job.model.name)
     how = f"The architecture of {base}, trained from random weights" if plan.job.method == "pretrain" else f"{base}, fine-tuned"
-    return f"{how} on {_name(plan.job.data.train or '')} with Pentamesh {__version__}."
+    rows = ", ".join(_name(source.rows) for source in plan.job.data.sources.values())
+    return f"{how} on {rows} with Pentamesh {__version__}."
+
+
+def _rows_of(source: Rows) -> str:
+    weight = f"weight {source.weight:g}" if source.weight != 1 else None
+    return ", ".join(filter(None, [_name(source.rows), source.subset, source.split, weight]))
 
 
 def _facts(plan: Plan, folder: RunFolder, step: int) -> Iterator[tuple[str, str]]:
@@ -69,7 +76,7 @@ def _facts(plan: Plan, folder: RunFolder, step: int) -> Iterator[tuple[str, str]
         yield "trained", f"{trained} of {whole} parameters; frozen: {', '.join(f'`{pattern}`' for pattern in job.training.freeze)}"
     if job.model.new_tokens:
         yield "new tokens", ", ".join(f"`{token}`" for token in job.model.new_tokens)
-    yield "training rows", ", ".join(filter(None, [_name(job.data.train or ""), job.data.subset, job.data.split]))
+    yield "training rows", "; ".join(map(_rows_of, job.data.sources.values()))
     held_out = job.data.held_out
     if held_out is not None:
         yield "held-out rows", _name(held_out) if isinstance(held_out, str) else f"{held_out:.2%} of the training rows"
