@@ -1,9 +1,10 @@
 """`python benchmarks/data.py TOKENIZER`: preparing chat rows beside `datasets.Dataset.map` with the tokenizer's chat template, on the same file.
 
-The peer is what TRL's SFTTrainer does with conversations (TRL itself is not needed): read the file into Arrow, then `map` a function that calls
-`apply_chat_template(messages, tokenize=True, return_dict=True)`, with as many processes as ours. As `peer` it keeps token ids, and all of them would
-be trained; as `marked` it also asks for the mask of the assistant's tokens, from a template of SmolLM2 in which they are marked. Ours judges every
-row, and finds the assistant's tokens with the template as it is. All are asked twice, the second time in a new process.
+The peer reads the file into Arrow, then maps a function that calls `apply_chat_template(messages, tokenize=True, return_dict=True)`, with as many
+processes as ours. As `peer` it keeps token ids, and all of them would be trained; as `marked` it also asks for the mask of the assistant's tokens,
+from a template of SmolLM2 in which they are marked. Where TRL can be imported, `trl` is the preparation of its own SFTTrainer with that template and
+`assistant_only_loss`. Ours judges every row, and finds the assistant's tokens with the template as it is. All are asked twice, the second time in a
+new process.
 
 Each side runs in processes of its own. Memory is the sum of the resident memory of all of them at its peak, sampled every 100 ms, less that of the
 first process when it had imported its libraries; memory of processes that it starts counts whole, also what forked ones share.
@@ -24,8 +25,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 MOST_BYTES, MOST_SECOND_S = 1e9, 1.0
@@ -81,9 +84,7 @@ def peer(file: Path, tokenizer: Path, folder: Path, workers: int, marked: bool =
     datasets.disable_progress_bars()
     found: Any = tokenizer_of(tokenizer)
     if marked:
-        if TURN not in found.chat_template:
-            raise SystemExit("the template is not that of SmolLM2: leave the side out (--only)")
-        found.chat_template = found.chat_template.replace(TURN, MARKED)
+        found.chat_template = marked_template(found)
 
     def tokenized(row: dict[str, Any]) -> dict[str, Any]:
         made = found.apply_chat_template(row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=marked)
@@ -98,7 +99,42 @@ def peer(file: Path, tokenizer: Path, folder: Path, workers: int, marked: bool =
     return work
 
 
+def marked_template(tokenizer: Any) -> str:
+    if TURN not in tokenizer.chat_template:
+        raise SystemExit("the template is not that of SmolLM2: leave the side out (--only)")
+    return tokenizer.chat_template.replace(TURN, MARKED)
+
+
+def trl(file: Path, tokenizer: Path, folder: Path, workers: int) -> Callable[[], Tokens]:
+    import datasets
+    from trl.trainer.sft_trainer import SFTTrainer  # pyright: ignore[reportMissingImports]
+
+    from pentamesh.run.source import tokenizer_of
+
+    datasets.disable_progress_bars()
+    found: Any = tokenizer_of(tokenizer)
+    trainer = SimpleNamespace(_tokenizer=found, chat_template=marked_template(found), completion_only_loss=False)
+    asked = SimpleNamespace(
+        dataset_num_proc=workers if workers > 1 else None,
+        dataset_text_field="text",
+        assistant_only_loss=True,
+        max_length=SEQ_LEN,
+        truncation_mode="keep_start",
+        shuffle_dataset=False,
+    )
+
+    def work() -> Tokens:
+        read: Any = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=str(folder / "trl"))
+        made = SFTTrainer._prepare_dataset(trainer, read, found, asked, False, None, "train")
+        labels = made.data.column("labels").combine_chunks().flatten().to_numpy()
+        return len(labels), int((labels != -100).sum())
+
+    return work
+
+
 SIDES: dict[str, Callable[..., Callable[[], Tokens]]] = {"ours": ours, "peer": peer, "marked": partial(peer, marked=True)}
+if find_spec("trl"):
+    SIDES["trl"] = trl
 
 
 def side(name: str, *given: Any) -> None:
