@@ -255,6 +255,37 @@ def data_preview_command(
     Console().print(preview(found))
 
 
+@data_app.command("doctor")
+def data_doctor_command(
+    target: Annotated[str, typer.Argument(metavar="JOB_OR_FILE", help="A job file (.yaml), or a file, folder or glob of rows.")],
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write clean.jsonl and rejected.jsonl into this folder.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace these files where they are there already.")] = False,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set any key of the job; repeatable.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What is wrong with rows, how often and where first; repeated rows; and the keys of a job that would read more of them.
+
+    Examples:
+
+        pentamesh data doctor job.yaml
+
+        pentamesh data doctor 'rows/*.jsonl' --out sorted
+
+    Exit code 2 when there are faults. Of a job whose model is at hand the template and the lengths are judged too.
+    """
+    from pentamesh.run.examine import examine
+
+    found = examine(target, set_ or [], out, force=force)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        from pentamesh.report.doctor import doctor
+
+        typer.echo(doctor(found))
+    if not found["is_well"]:
+        raise SystemExit(InputError.exit_code)
+
+
 def _plan(target: str, flags: list[tuple[str, str, str]], overrides: list[str]) -> "Plan":
     from pentamesh.job.hardware import read_hardware
     from pentamesh.plan.model import model_of

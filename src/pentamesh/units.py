@@ -11,7 +11,17 @@ from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
 
-__all__ = ["format_bytes", "format_count", "format_flop_per_s", "format_path", "format_seconds", "parse_bytes", "parse_bytes_per_s", "parse_count"]
+__all__ = [
+    "format_bytes",
+    "format_count",
+    "format_flop_per_s",
+    "format_path",
+    "format_seconds",
+    "parse_bytes",
+    "parse_bytes_per_s",
+    "parse_count",
+    "visible",
+]
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -109,3 +119,8 @@ def format_path(path: Path) -> str:
     """A path as people see it: from the current folder where it lies inside, else as it is."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def visible(text: str) -> str:
+    """The text with its control characters made visible, but for line ends and tabs."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
-from pentamesh.units import format_count
+from pentamesh.units import format_count, visible
 
 __all__ = ["preview"]
 
@@ -44,7 +44,7 @@ def _short(text: str) -> str:
     if len(text) > MAX_CHARS:
         half = MAX_CHARS // 2
         text = f"{text[:half]} ... {len(text) - 2 * half:,} characters ... {text[-half:]}"
-    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+    return visible(text)
 
 
 def _totals(found: dict[str, Any]) -> Text:

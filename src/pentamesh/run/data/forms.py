@@ -28,7 +28,7 @@ from pentamesh.run.data.tools import read_tools
 from pentamesh.run.data.trained import conversation
 from pentamesh.run.data.turns import MESSAGES, SHAREGPT, Conversation, Turn, read_turns
 
-__all__ = ["FORMS", "Content", "Form", "Given", "Pair", "Sample", "checked_rows", "form_of"]
+__all__ = ["FORMS", "Content", "Form", "Given", "Pair", "Sample", "checked_rows", "content_of", "form_of", "looks_like"]
 
 Form = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
 
@@ -96,7 +96,7 @@ def form_of(places: tuple[Place, ...], asked: Literal["auto"] | Form, columns: M
         raise InputError(first)
     if not isinstance(first.value, dict):
         raise InputError(_not_an_object(first, "messages"))
-    if found := _looks_like(names.ours(first.value)):
+    if found := looks_like(names.ours(first.value)):
         return found
     raise InputError(_missing(first, "messages", names))
 
@@ -105,14 +105,14 @@ def checked_rows(places: tuple[Place, ...], form: Form, problems: Problems, limi
     """The content of the first `limit` rows that are in order, read as `data` says; what is wrong with the others goes to `problems`."""
     data = data or Data()
     for row in islice(read_rows(places), limit):
-        found = [row] if isinstance(row, Problem) else _content(row, form, data)
+        found = [row] if isinstance(row, Problem) else content_of(row, form, data)
         if isinstance(found, list):
             problems.add(*found)
         else:
             yield Sample(row.where, found)
 
 
-def _content(row: Row, form: Form, data: Data) -> Content | list[Problem]:
+def content_of(row: Row, form: Form, data: Data) -> Content | list[Problem]:
     """What is trained on of `row`, or everything that keeps it from being trained on in this form."""
     if not isinstance(row.value, dict):
         return [_not_an_object(row, form)]
@@ -139,7 +139,8 @@ def _without_turns(row: Given, tools: bool) -> Iterator[Problem]:
             yield Problem(f"data.{key} is given, and the row has no turns", row.where, f"leave {key} out, or write the row as messages")
 
 
-def _looks_like(value: dict[str, Any]) -> Form | None:
+def looks_like(value: dict[str, Any]) -> Form | None:
+    """The form that the keys of a row, under our names, give away."""
     if any(key in value for key in OTHER_FORMS):
         return None  # what else it looks like may be a part of it: that has to be asked for
     return next((form for form, shape in FORMS.items() if all(key in value for key in shape.keys)), None)
@@ -157,7 +158,7 @@ def _missing(row: Row, form: Form, names: Names) -> Problem:
         return Problem(f"rows of the {other} form: that form comes later", row.where, hint)
     lacking = next(key for key in FORMS[form].keys if key not in value)
     what = f"no `{names[lacking]}` in the row; its keys: {', '.join(list(row.value)[:8]) or 'none'}"
-    if looks := _looks_like(value):
+    if looks := looks_like(value):
         return Problem(what, row.where, f"it looks like the {looks} form: the rows of a source have one form, here {form}")
     if close := difflib.get_close_matches(names[lacking], row.value, n=1):
         return Problem(what, row.where, f"did you mean {close[0]!r}?")

@@ -16,7 +16,7 @@ from pentamesh.run.data.problems import Problems
 from pentamesh.run.data.rows import Place
 from pentamesh.units import format_path
 
-__all__ = ["Origin", "Source", "source"]
+__all__ = ["Origin", "Source", "named", "source"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def source(job: Job, base: Path) -> Source:
     data = job.data
     share = None if isinstance(data.held_out, str) else data.held_out
     problems, places, train = [*_stray(data, base)], {}, []
-    for key, rows in _named(data, base).items():
+    for key, rows in named(data, base).items():
         try:
             places[key] = find_places(rows, key, base, "test" if key == "data.held_out" else "train")
             if key != "data.held_out":
@@ -71,7 +71,7 @@ def source(job: Job, base: Path) -> Source:
     return Source(tuple(train), _held_out(data, places.get("data.held_out"), train, base), share, data.max_rows)
 
 
-def _named(data: Data, base: Path) -> dict[str, Rows]:
+def named(data: Data, base: Path) -> dict[str, Rows]:
     """The sources of a job by the key that names them. The subset beside a file belongs to the held-out data set, where that is one."""
     found = dict(data.sources)
     if isinstance(data.held_out, str):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pentamesh.errors import InputError
+from pentamesh.run.data.alike import row_key
 from pentamesh.run.data.forms import Form, Sample
 from pentamesh.run.data.ids import Ids
 from pentamesh.run.data.problems import Problems
 from pentamesh.run.data.source import Source
-from pentamesh.run.data.turns import Conversation, answers
 
 __all__ = ["Placed", "Survey", "num_chars", "placed", "survey"]
 
@@ -40,18 +38,6 @@ class Placed:
     unused: str = ""
 
 
-def _key(row: Sample, seed: int) -> int:
-    """64 bits of what is trained of a row: equal rows have equal keys, and among different ones their order is a draw by `seed`.
-
-    Two different rows of a million share a key with a probability of 3e-8 (birthday bound, n^2 / 2^65).
-    """
-    said = row.content
-    if isinstance(said, Conversation) and not said.tools and said.trained == answers(said.messages):
-        said = said.messages
-    content = json.dumps(said, sort_keys=True, default=vars).encode()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8, salt=seed.to_bytes(16, "little")).digest(), "little")
-
-
 def num_chars(content: Any) -> int:
     """The characters of all text in a value; of a row that is tokens already, these."""
     if isinstance(content, str):
@@ -71,10 +57,10 @@ def survey(asked: Source, seed: int) -> Survey:
     with Problems() as problems:
         for origin in asked.train:
             for row in origin.rows(problems, asked.max_rows):
-                keys.append(_key(row, seed))
+                keys.append(row_key(row, seed))
                 read += num_chars(row.content) if origin.form != "tokens" else 0
         if asked.held_out:
-            held = frozenset(_key(row, seed) for row in asked.held_out.rows(problems))
+            held = frozenset(row_key(row, seed) for row in asked.held_out.rows(problems))
     distinct = np.unique(np.frombuffer(keys, np.uint64))  # sorted
     if asked.share is not None:
         held = frozenset(distinct[: max(1, round(asked.share * len(distinct)))].tolist())
@@ -89,7 +75,7 @@ def placed(asked: Source, held: frozenset[int], seed: int, problems: Problems) -
     waiting = set(held) if asked.share is not None else set()
     for number, origin in enumerate(asked.train):
         for row in origin.rows(problems, asked.max_rows):
-            key = _key(row, seed) if held else 0
+            key = row_key(row, seed) if held else 0
             if key in waiting:
                 waiting.remove(key)
                 yield Placed("held_out", number, origin.form, row)
