@@ -144,6 +144,28 @@ def plan_command(
         raise SystemExit(DoesNotFit.exit_code)
 
 
+@app.command("init")
+def init_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The name or folder of a model.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="A file, folder or glob of rows, or a data set of the hub.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The job file to write.")] = Path("job.yaml"),
+    on: Annotated[str, typer.Option(help="Hardware: `8xRTX-5090`, `2xCPU`, `auto`.")] = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Replace the file where it is there already.")] = False,
+) -> None:
+    """Write a job file with comments for a model and rows: how they are read, how long they are, how many at once.
+
+    Example: `pentamesh init ./SmolLM2-135M-Instruct talks.jsonl --on 8xRTX-5090`
+    """
+    from pentamesh.run.first_job import write_first_job
+
+    found = write_first_job(model, data, out, on, force=force)
+    typer.echo(str(out))
+    for note in found.notes:
+        typer.echo(f"note: {note}", err=True)
+    for command, does in (("data preview", "what the model reads"), ("plan", "whether it fits, and why"), ("train", "runs it")):
+        typer.echo(f"next: pentamesh {command} {out}   # {does}", err=True)
+
+
 @app.command("train")
 def train_command(
     target: Annotated[Path, typer.Argument(metavar="JOB_OR_PLAN", help="A job file (.yaml), or a plan.json, which is run as it stands.")],

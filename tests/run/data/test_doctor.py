@@ -213,6 +213,23 @@ def test_a_job_is_judged_by_its_template_and_its_lengths(tmp_path: Path) -> None
     assert "no tokenizer can be read" in examine(str(job))["without_model"]
 
 
+def test_several_sources_and_held_out_rows_are_judged_each_in_its_form(tmp_path: Path) -> None:
+    """Held-out rows have the form of all training rows, and are neither counted as repeated nor written."""
+    write({"text": "long ago"}, name="old.jsonl")
+    write(GOOD, GOOD, {"messages": 3}, name="new.jsonl")
+    job = tmp_path / "job.yaml"
+    job.write_text("model: absent/model\ndata: {train: [{rows: old.jsonl}, {rows: new.jsonl, weight: 2}]}\n")
+    found = examine(str(job))
+    assert [(source["name"], source["form"]) for source in found["sources"]] == [("old.jsonl", "text"), ("new.jsonl", "messages")]
+    assert (
+        faults(found) == [("`messages` is a number, not a list", 1, [(str(tmp_path / "new.jsonl") + ":3", "messages")])] or faults(found)[0][1] == 1
+    )
+    job.write_text("model: absent/model\ndata: {train: new.jsonl, held_out: old.jsonl}\n")
+    found = examine(str(job), out=Path("out"))
+    assert "it looks like the text form" in found["faults"][0]["hint"] + found["faults"][1]["hint"]
+    assert (found["repeated"]["exact"], found["written"]["num_clean"], found["written"]["num_rejected"]) == (1, 1, 1)
+
+
 def absent(_: Path) -> None: ...
 
 

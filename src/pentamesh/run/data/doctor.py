@@ -222,9 +222,11 @@ def _yaml(keys: dict[str, Any], subject: Subject | None) -> str:
 
 def _forms(subjects: Sequence[Subject]) -> dict[str, Form | None]:
     """The form of each subject; held-out rows have that of all training rows, where these have one."""
-    found = {subject.name: form_found(subject) for subject in subjects}
+    found: dict[str, Form | None] = {subject.name: form_found(subject) for subject in subjects}
     trained = {found[subject.name] for subject in subjects if subject.is_train}
-    return found if len(trained) > 1 else found | {s.name: found[subjects[0].name] for s in subjects if not s.is_train}
+    if len(trained) == 1:
+        found.update((subject.name, found[subjects[0].name]) for subject in subjects if not subject.is_train)
+    return found
 
 
 def _found(subjects: Sequence[Subject], length: Length, encoder_of: EncoderOf | None, shapes: Shapes | None = None) -> Findings:
