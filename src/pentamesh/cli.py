@@ -253,12 +253,19 @@ def data_preview_command(
     job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job whose training rows are shown.")],
     rows: Annotated[int, typer.Option(min=1, help="How many rows to render.")] = 3,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set any key of the job; repeatable.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one .html file of it, which needs nothing else.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Rows as the model sees them, with the trained tokens marked, and counts and lengths over all rows.
 
-    Example: `pentamesh data preview job.yaml --rows 5`
+    Examples:
+
+        pentamesh data preview job.yaml --rows 5
+
+        pentamesh data preview job.yaml --rows 50 --html rows.html
     """
+    if html is not None and html.suffix != ".html":
+        raise InputError(f"{html} does not end in .html", where="--html", hint="name a file for the page, such as rows.html")
     from pentamesh.job.read import read_job
     from pentamesh.run.asked import located
     from pentamesh.run.data.preview import collect
@@ -267,6 +274,11 @@ def data_preview_command(
     job = located(read_job(job_file, set_ or [])[0], job_file.parent, job_file.stem)
     tokenizer = tokenizer_of(model_source(job.model), job.data.chat_template, job.model.new_tokens)
     found = collect(job, tokenizer, Path(), rows).to_json()
+    if html is not None:
+        from pentamesh.report.page import page
+
+        html.write_text(page(found), encoding="utf-8")
+        typer.echo(f"written {html}", err=True)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from pentamesh.units import format_count, visible
 
-__all__ = ["preview"]
+__all__ = ["preview", "totals", "turn_counts"]
 
 OPEN, CLOSE = "⟦", "⟧"
 MAX_CHARS = 1200  # of one piece: a screen
@@ -32,11 +32,16 @@ def _row(row: dict[str, Any]) -> Panel:
         text.append(
             f"{OPEN}{_short(piece['text'])}{CLOSE}" if piece["trained"] else _short(piece["text"]), "bold green" if piece["trained"] else "dim"
         )
+    return Panel(text, title=Text(row["where"]), subtitle=Text(turn_counts(row)), title_align="left", subtitle_align="left")
+
+
+def turn_counts(row: dict[str, Any]) -> str:
+    """How many tokens a row has and how many are trained, by turn where it has turns."""
     counts = f"{row['num_tokens']:,} tokens, {row['num_trained']:,} trained"
-    if row["form"] not in ("text", "prompt_completion"):
-        turns = [f"{piece['num_tokens']:,}" for piece in row["pieces"] if piece["trained"]]
-        counts += f" (by turn: {', '.join(turns)})"
-    return Panel(text, title=Text(row["where"]), subtitle=Text(counts), title_align="left", subtitle_align="left")
+    if row["form"] in ("text", "prompt_completion"):
+        return counts
+    turns = [f"{piece['num_tokens']:,}" for piece in row["pieces"] if piece["trained"]]
+    return f"{counts} (by turn: {', '.join(turns)})"
 
 
 def _short(text: str) -> str:
@@ -48,24 +53,36 @@ def _short(text: str) -> str:
 
 
 def _totals(found: dict[str, Any]) -> Text:
+    named = [(f"{OPEN}{name}{CLOSE}" if name == "trained" else name, said) for name, said in totals(found)]
+    return Text("\n".join(f"{name:<11}{said}" for name, said in named))
+
+
+def totals(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is said of all rows that were measured, each under its name."""
     tokens, trained, lengths = found["num_tokens"], found["num_trained"], found["lengths"]
-    padding = found["padding"]
+    padding, repeated = found["padding"], found["repeated"]
     rows = f"{'' if found['all_measured'] else 'the first '}{found['num_measured']:,} rows"
-    lines = [
-        f"{OPEN}trained{CLOSE}  {format_count(trained)} of {format_count(tokens)} tokens ({trained / max(tokens, 1):.0%}) in {rows}",
-        f"length     min {lengths['min']:,}, median {lengths['median']:,}, 95% {lengths['p95']:,}, max {lengths['max']:,} tokens",
-        f"too long   {_too_long(found)}",
-        f"padding    {padding['alone']:.0%} of what is computed; with packing {padding['packed']:.0%}, in {padding['num_packed']:,} rows",
+    return [
+        ("trained", f"{format_count(trained)} of {format_count(tokens)} tokens ({trained / max(tokens, 1):.0%}) in {rows}"),
+        ("length", f"min {lengths['min']:,}, median {lengths['median']:,}, 95% {lengths['p95']:,}, max {lengths['max']:,} tokens"),
+        ("too long", _too_long(found)),
+        ("dropped", _dropped(found)),
+        ("repeated", f"{repeated['exact']:,} rows exactly, {repeated['but_for_case_and_white_space']:,} more but for case and white space"),
+        ("padding", f"{padding['alone']:.0%} of what is computed; with packing {padding['packed']:.0%}, in {padding['num_packed']:,} rows"),
+        *(("source", _source(source)) for source in found["sources"] if len(found["sources"]) > 1),
     ]
-    if len(found["sources"]) > 1:
-        lines += map(_source, found["sources"])
-    return Text("\n".join(lines))
+
+
+def _dropped(found: dict[str, Any]) -> str:
+    """What training leaves out; a row that is too long is only dropped where the job says so."""
+    dropped = {why: num for why, num in found["dropped"].items() if why != "too_long" or found["too_long"] == "drop"}
+    return ", ".join(f"{num:,} rows: {why.replace('_', ' ')}" for why, num in sorted(dropped.items())) or "none"
 
 
 def _source(source: dict[str, Any]) -> str:
     rows = f"{'' if source['all_measured'] else 'the first '}{source['num_measured']:,} rows"
     counts = f"{format_count(source['num_tokens'])} tokens, {format_count(source['num_trained'])} trained"
-    return f"source     {source['name']} ({source['form']}, weight {source['weight']:g}): {rows}, {counts}"
+    return f"{source['name']} ({source['form']}, weight {source['weight']:g}): {rows}, {counts}"
 
 
 def _too_long(found: dict[str, Any]) -> str:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from pentamesh import cli
 from pentamesh.errors import InputError
 from pentamesh.job.job import Job
-from pentamesh.report.preview import preview
+from pentamesh.report.page import page
+from pentamesh.report.preview import preview, totals
 from pentamesh.run.data.preview import collect
+from tests.run import toy
 
 
 def job(seq_len: int = 64, **data: Any) -> Job:
@@ -105,3 +109,51 @@ def test_text_rows_are_cut_and_not_too_long(chatml: Any, write_rows: Any, tmp_pa
     data = collect(job(seq_len=8), chatml, tmp_path)
     assert data.num_too_long == 0
     assert "documents are cut to seq_len 8" in shown(data.to_json())
+
+
+def test_rows_that_are_dropped_or_repeated_are_counted(chatml: Any, write_rows: Any, talk: Any, tmp_path: Path) -> None:
+    held, long = {"messages": talk("how", "bye")}, {"messages": talk("how", "fine" + " now" * 40)}
+    silent = {"messages": [{**turn, "train": False} for turn in talk("how", "fine")]}
+    shouted = {"messages": talk("HOW ", "fine")}
+    good = {"messages": talk("how", "fine")}
+    write_rows([held], "held.jsonl")
+    write_rows([held, long, silent, good, good, shouted])
+    data = collect(job(seq_len=24, held_out="held.jsonl", too_long="drop"), chatml, tmp_path).to_json()
+    assert data["version"] == 3
+    assert data["dropped"] == {"equal_to_held_out": 1, "too_long": 1, "nothing_to_train": 1}
+    assert data["repeated"] == {"exact": 1, "but_for_case_and_white_space": 1}
+    text = shown(data)
+    assert "dropped    1 rows: equal to held out, 1 rows: nothing to train, 1 rows: too long" in text
+    assert "repeated   1 rows exactly, 1 more but for case and white space" in text
+    assert "too long" not in shown(collect(job(seq_len=24), chatml, tmp_path).to_json()).partition("dropped")[2].partition("\n")[0]
+
+
+def test_the_page_stands_alone_and_shows_whatever_rows_say_as_text(chatml: Any, write_rows: Any, talk: Any, tmp_path: Path) -> None:
+    write_rows([{"messages": talk("<script>alert(1)</script>", "</pre><img src=x onerror='go()'> \x1b[31m")}])
+    found = collect(job(), chatml, tmp_path).to_json()
+    html = page(found | {"rows": [found["rows"][0] | {"where": "<b>.jsonl:1"}]})
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
+    assert "<mark>&lt;/pre&gt;&lt;img src=x onerror=&#x27;go()&#x27;&gt; \\x1b[31m&lt;|im_end|&gt;</mark>" in html
+    assert "&lt;b&gt;.jsonl:1" in html
+    assert [part for part in ("<script", "<img", "<b>", "http://", "https://", "<link", 'src="') if part in html] == []
+    for name, said in totals(found):
+        assert f"<th>{name}</th>" in html
+        assert said in html
+
+
+@pytest.mark.parametrize(("name", "code", "said"), [("rows.html", 0, "written rows.html"), ("job.yaml", 2, "does not end in .html")])
+def test_a_page_is_written_beside_what_is_shown(
+    name: str, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = toy.job(tmp_path).read_bytes()
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["pentamesh", "data", "preview", "job.yaml", "--json", "--html", name])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    shown = capsys.readouterr()
+    assert (left.value.code or 0, said in shown.err) == (code, True)
+    assert Path("job.yaml").read_bytes() == written
+    if code == 0:
+        assert json.loads(shown.out)["schema"] == "pentamesh.data_preview"
+        assert Path(name).read_text(encoding="utf-8").startswith("<!doctype html>")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
 from pathlib import Path
@@ -11,18 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pentamesh.job.job import Batch, Job
+from pentamesh.run.data.alike import Repeats, row_key
 from pentamesh.run.data.encode import encoder
+from pentamesh.run.data.forms import Form, Sample
 from pentamesh.run.data.order import Order, first_fit_decreasing
 from pentamesh.run.data.problems import Problems
 from pentamesh.run.data.source import Origin, source
-from pentamesh.run.data.tokens import Encoded
+from pentamesh.run.data.tokens import Encoded, cut_to
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SCHEMA", "VERSION", "Lengths", "Padding", "Piece", "PreviewData", "PreviewRow", "PreviewSource", "collect"]
+__all__ = ["SCHEMA", "VERSION", "Lengths", "Padding", "Piece", "PreviewData", "PreviewRow", "PreviewSource", "Repeated", "collect"]
 
-SCHEMA, VERSION = "pentamesh.data_preview", 2
+SCHEMA, VERSION = "pentamesh.data_preview", 3
 NUM_BINS = 10
 MAX_MEASURED = 5_000  # rows: some 10 s, at 500 conversations of 760 tokens a second
 
@@ -68,6 +71,14 @@ class Padding:
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """How many rows repeat another exactly, and how many more but for case and white space."""
+
+    exact: int
+    but_for_case_and_white_space: int
+
+
+@dataclass(frozen=True)
 class PreviewSource:
     """The counts of a source, of those rows that were measured; `weight` is how often an epoch sees each."""
 
@@ -84,7 +95,7 @@ class PreviewSource:
 
 @dataclass(frozen=True)
 class PreviewData:
-    """The first rows of each source, and the counts of all that were measured."""
+    """The first rows of each source, and the counts of all that were measured; `dropped` says of rows that training leaves out why, and how many."""
 
     seq_len: int
     too_long: str
@@ -95,6 +106,8 @@ class PreviewData:
     num_tokens: int
     num_trained: int
     num_too_long: int
+    dropped: dict[str, int]
+    repeated: Repeated
     lengths: Lengths
     padding: Padding
 
@@ -108,10 +121,18 @@ def collect(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, num_rows: 
 
     Raises: InputError, with the faults of all these rows at once.
     """
-    asked = source(job, base)
+    asked, repeats, dropped = source(job, base), Repeats(), Counter[str]()
     with Problems() as problems:
         limit = -(-max_measured // len(asked.train))
-        found = [_measured(origin, asked.max_rows, limit, num_rows, job.batch.seq_len, tokenizer, problems) for origin in asked.train]
+        held = frozenset(row_key(row, 0) for row in asked.held_out.rows(problems)) if asked.held_out else frozenset()
+
+        def hear(row: Sample, encoded: Encoded, form: Form) -> None:
+            repeats.add(row)
+            equal = held and row_key(row, 0) in held
+            if why := "equal_to_held_out" if equal else cut_to(encoded, form, job.batch.seq_len, job.data.too_long).dropped:
+                dropped[why] += 1
+
+        found = [_measured(origin, asked.max_rows, limit, num_rows, job.batch.seq_len, tokenizer, problems, hear) for origin in asked.train]
     sources = tuple(measured for measured, _, _ in found)
     lengths = np.array([length for _, _, lengths in found for length in lengths])
     return PreviewData(
@@ -124,15 +145,24 @@ def collect(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, num_rows: 
         num_tokens=sum(s.num_tokens for s in sources),
         num_trained=sum(s.num_trained for s in sources),
         num_too_long=sum(s.num_too_long for s in sources),
+        dropped=dict(dropped),
+        repeated=Repeated(repeats.num_exact, repeats.num_folded),
         lengths=_lengths(lengths),
         padding=_padding(np.clip(lengths, 1, job.batch.seq_len), job.batch),
     )
 
 
 def _measured(
-    origin: Origin, max_rows: int | None, limit: int, num_shown: int, seq_len: int, tokenizer: PreTrainedTokenizerBase, problems: Problems
+    origin: Origin,
+    max_rows: int | None,
+    limit: int,
+    num_shown: int,
+    seq_len: int,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Problems,
+    hear: Callable[[Sample, Encoded, Form], None],
 ) -> tuple[PreviewSource, list[PreviewRow], list[int]]:
-    """The counts of the first `limit` rows of a source, the first of them in pieces, and the length of each."""
+    """The counts of the first `limit` rows of a source, the first of them in pieces, and the length of each; `hear` is told each."""
     encode = encoder(tokenizer, origin.form)
     shown, lengths, num_trained = [], [], 0
     rows = origin.rows(problems, max_rows)
@@ -141,6 +171,7 @@ def _measured(
         if not isinstance(encoded, Encoded):
             problems.add(*encoded)
             continue
+        hear(row, encoded, origin.form)
         if len(shown) < num_shown:
             shown.append(PreviewRow(row.where, origin.form, tuple(_pieces(tokenizer, encoded)), len(encoded.ids) - 1, encoded.num_trained))
         lengths.append(len(encoded.ids) - 1)
