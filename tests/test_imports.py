@@ -40,8 +40,9 @@ def test_plan_world_is_light(module: str) -> None:
     assert not _loaded_by(f"import {module}") & HEAVY
 
 
-def test_a_process_that_tokenises_is_without_torch() -> None:
-    assert not _loaded_by("import pentamesh.run.data.worker") & {"torch", "datasets", "pyarrow"}
+@pytest.mark.parametrize("name", ["worker", "streamer"])
+def test_a_process_that_tokenises_is_without_torch(name: str) -> None:
+    assert not _loaded_by(f"import pentamesh.run.data.{name}") & {"torch", "datasets", "pyarrow"}
 
 
 def test_light_is_measured_where_heavy_is_seen() -> None:

@@ -31,6 +31,7 @@ def impossible(job: Job, hardware: Hardware | None) -> Iterator[Conflict]:
     yield from _optimizer(job)
     yield from _sources(job)
     yield from _held_out(job)
+    yield from _streaming(job)
     yield from _sharding(job)
     yield from _offload(job)
     yield from _sequence(job)
@@ -106,6 +107,26 @@ def _held_out(job: Job) -> Iterator[Conflict]:
     if job.training.evaluate_every is not None and share is None:
         what = f"evaluate_every = {job.training.evaluate_every} and no held-out rows to evaluate on"
         yield Conflict(("training.evaluate_every", "data.held_out"), what, "add data.held_out: 0.05, or leave evaluate_every out")
+
+
+def _streaming(job: Job) -> Iterator[Conflict]:
+    """A stream is not counted before it is read, so that nothing can be a share of it."""
+    data, how = job.data, "leave data.streaming out, which prepares all rows before the first step"
+    if not data.streaming:
+        if data.shuffle_rows != type(data).model_fields["shuffle_rows"].default:
+            what = f"shuffle_rows = {data.shuffle_rows} without streaming, where rows are shuffled over all of the data"
+            yield Conflict(("data.shuffle_rows", "data.streaming"), what, "leave shuffle_rows out, or add data.streaming: true")
+        return
+    if job.training.epochs is not None:
+        what = f"epochs = {job.training.epochs:g} with streaming, where nobody knows how many rows there are before all are read"
+        yield Conflict(("training.epochs", "data.streaming"), what, f"give training.steps, or {how}")
+    if isinstance(data.held_out, float):
+        what = f"held_out = {data.held_out:g} with streaming: a share is drawn from all rows"
+        yield Conflict(("data.held_out", "data.streaming"), what, f"name a file or a split of a hub data set in data.held_out, or {how}")
+    for name, rows in data.sources.items():
+        if rows.weight != 1:
+            what = f"weight = {rows.weight:g} of {rows.rows} with streaming, where sources are read one after the other"
+            yield Conflict((f"{name.replace('[', '.[')}.weight", "data.streaming"), what, f"leave weight out, or {how}")
 
 
 def _sharding(job: Job) -> Iterator[Conflict]:

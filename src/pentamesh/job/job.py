@@ -148,7 +148,16 @@ class Data(Section):
     )
     max_rows: Count | None = Field(default=None, ge=1, description="Use only the first rows of each source.")
     workers: Count | None = Field(
-        default=None, ge=1, le=256, description="Processes that tokenise, once a job; as many as there are cores, at most 8, when not given."
+        default=None, ge=1, le=256, description="Processes that tokenise; when not given as many as there are cores, at most 8, and 1 for a stream."
+    )
+
+    streaming: bool = Field(
+        default=False,
+        description="Read and tokenise rows while the run goes on, a chunk ahead of it, for data that does not fit on the disk or takes long to "
+        "prepare; needs `training.steps`.",
+    )
+    shuffle_rows: Count = Field(
+        default=10_000, ge=1, description="Rows of a chunk of streamed data: how far rows are shuffled, packed and grouped by length."
     )
 
     @property

@@ -20,8 +20,8 @@ from pentamesh.layout.policy import Policy
 from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.data.batches import held_out_batches
+from pentamesh.run.data.held_out import prepare_held_out
 from pentamesh.run.data.pace import Pace
-from pentamesh.run.data.prepare import prepare
 from pentamesh.run.data.samples import Samples
 from pentamesh.run.loss import weighted_loss
 from pentamesh.run.place import place
@@ -50,7 +50,7 @@ def evaluate(job: Job, folder: Path, precision: Precision) -> HeldOut:
     weights.check(model)
     with tempfile.TemporaryDirectory(prefix="pentamesh-") as scratch:
         tokenizer = tokenizer_of(folder, job.data.chat_template)
-        samples = prepare(job, tokenizer, Path(), Path(scratch) / "data", progress=Pace()).held_out
+        samples = prepare_held_out(job, tokenizer, Path(), Path(scratch) / "data", progress=Pace())
         if samples is None:
             raise InputError("the job holds no rows out", where="data.held_out", hint="give a file of held-out rows, or a share such as 0.05")
         samples = samples.within(model.vocab, model.name)

@@ -4,7 +4,8 @@ job.yaml        the job as it was asked, overrides included
 plan.json       the promise
 base/           the model that a GGUF file was unpacked to
 grown/          the model with its new tokens
-data/           prepared samples
+data/           prepared samples; of a stream the held-out ones
+stream/         the chunks of a stream that are in use, and a line of each that was
 metrics.jsonl   one line a step
 held_out.jsonl  one line an evaluation, the one before the first step included
 checkpoints/    step-00000050/ ...
@@ -57,6 +58,10 @@ class RunFolder:
     @property
     def data(self) -> Path:
         return self.path / "data"
+
+    @property
+    def stream(self) -> Path:
+        return self.path / "stream"
 
     @property
     def metrics(self) -> Path:

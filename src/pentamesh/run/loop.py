@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 
 from pentamesh.checkpoint.keep import agreed, prune, published
 from pentamesh.checkpoint.together import first, together
-from pentamesh.errors import InputError, Problem, RunFailed
+from pentamesh.errors import InputError, PentameshError, Problem, RunFailed
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.receipt import receipt
 from pentamesh.run.after import export_run, exported
+from pentamesh.run.data.batches import Micro
 from pentamesh.run.evaluate import held_out
 from pentamesh.run.folder import RunFolder, write_json
 from pentamesh.run.measurements import Measurements
@@ -57,7 +59,8 @@ def run(plan: Plan, folder: RunFolder, world: World, options: Options) -> Ending
     if counters.step > last:
         where = "training" if last == made.num_steps else "--stop-at"
         raise InputError(f"the checkpoint is of step {counters.step}, and the run ends at step {last}", where=where, hint="let the run end later")
-    counters = _train(made, counters, last, measured)
+    with closing(made.rows):
+        counters = _train(made, counters, last, measured)
     made.board.close()
     return Ending("done" if counters.step == made.num_steps else "stopped", _finish(made, measured, counters))
 
@@ -69,7 +72,7 @@ def _start(made: Run, options: Options) -> Counters:
     """
     found = _newest(made) if options.resume else None
     if found is not None:
-        counters = restore(found, made.trainee, made.plan, made.prepared.train_digest)
+        counters = restore(found, made.trainee, made.plan, made.rows.digest)
         made.board.start(counters.step)
         if made.world.is_first:
             made.folder.rewind(counters.step)
@@ -100,9 +103,10 @@ def _train(made: Run, counters: Counters, last: int, measured: Measurements) -> 
     last: weights that nothing can be learned from any more never push out those that were good.
     """
     keep, every = made.plan.job.checkpoint.keep, made.plan.job.checkpoint.every
-    num_unusable, saved, usable = 0, None, True
+    num_unusable, saved, usable, begun = 0, None, True, counters.step
     while counters.step < last:
-        counters, result = _one_step(made, counters, measured)
+        unsaved = usable and saved is None and counters.step > begun
+        counters, result = _one_step(made, counters, measured, unsaved=unsaved)
         usable = result.is_usable
         num_unusable = 0 if usable else num_unusable + 1
         if num_unusable == MAX_UNUSABLE_STEPS:
@@ -111,18 +115,18 @@ def _train(made: Run, counters: Counters, last: int, measured: Measurements) -> 
             prune(made.folder.checkpoints, keep, good=saved)
             saved = None
         if counters.step == last or (usable and _due(counters.step, every)):
-            saved = store(made.folder.checkpoints, made.trainee, counters, made.plan, made.prepared.train_digest)
+            saved = store(made.folder.checkpoints, made.trainee, counters, made.plan, made.rows.digest)
     if saved is not None and usable:
         prune(made.folder.checkpoints, keep, good=saved)
     return counters
 
 
-def _one_step(made: Run, counters: Counters, measured: Measurements) -> tuple[Counters, StepResult]:
+def _one_step(made: Run, counters: Counters, measured: Measurements, *, unsaved: bool) -> tuple[Counters, StepResult]:
     job = made.plan.job
     lr = learning_rate(job.optimizer, counters.step, made.num_steps)
     set_learning_rate(made.trainee.optimizer, lr)
     started = time.perf_counter()
-    micros = [micro.to(made.world.device, non_blocking=True) for micro in made.batches.step(counters.consumed)]
+    micros = [micro.to(made.world.device, non_blocking=True) for micro in _next(made, counters, unsaved=unsaved)]
     with measured.instruments(micros) as watch:
         result = take_step(made.trainee, micros, job.optimizer.max_grad_norm, watch)
     elapsed_s = time.perf_counter() - started
@@ -138,6 +142,16 @@ def _one_step(made: Run, counters: Counters, measured: Measurements) -> tuple[Co
         if result.skipped:
             made.progress.say(f"step {after.step} updated nothing: {result.skipped}")
     return after, result
+
+
+def _next(made: Run, counters: Counters, *, unsaved: bool) -> list[Micro]:
+    """The micro-batches of the next step. Where rows of a stream keep it from being taken, on all ranks alike, what was learned is saved first."""
+    try:
+        return made.batches.step(counters.consumed)
+    except PentameshError:
+        if unsaved:
+            store(made.folder.checkpoints, made.trainee, counters, made.plan, made.rows.digest)
+        raise
 
 
 def _unusable(made: Run, last: StepResult) -> RunFailed:
@@ -173,9 +187,9 @@ def _row(made: Run, counters: Counters, result: StepResult, lr: float, measured:
 
 def _evaluate(made: Run, counters: Counters, row: dict[str, Any]) -> None:
     """Add the held-out loss to `row`, and say it."""
-    if made.prepared.held_out is None:
+    if made.rows.held_out is None:
         return
-    found = held_out(made.trainee.module, made.prepared.held_out, made.plan.job.batch.micro_batch, made.trainee.model, made.world)
+    found = held_out(made.trainee.module, made.rows.held_out, made.plan.job.batch.micro_batch, made.trainee.model, made.world)
     row["held_out_loss"] = found.loss
     if made.world.is_first:
         made.folder.append_held_out({"step": counters.step, "held_out_loss": found.loss, "num_tokens": found.num_tokens})

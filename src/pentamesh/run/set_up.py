@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pentamesh.checkpoint.disk import check_room
@@ -18,14 +18,14 @@ from pentamesh.plan.drift import check_model, model_facts
 from pentamesh.plan.plan import Plan
 from pentamesh.run.board import Board
 from pentamesh.run.data.batches import Batches
-from pentamesh.run.data.pace import Pace
-from pentamesh.run.data.prepare import prepare
-from pentamesh.run.data.samples import Prepared, open_prepared
+from pentamesh.run.data.samples import Samples
+from pentamesh.run.data.stream import Stream
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.initial import initial
 from pentamesh.run.optim import adamw
 from pentamesh.run.place import Filler, parameters_of, place
 from pentamesh.run.progress import Progress
+from pentamesh.run.rows import Rows, rows
 from pentamesh.run.source import model_folder, tokenizer_of
 from pentamesh.run.state import tensors as state_tensors
 from pentamesh.run.step import Trainee
@@ -42,7 +42,7 @@ class Run:
     folder: RunFolder
     world: World
     trainee: Trainee
-    prepared: Prepared
+    rows: Rows
     batches: Batches
     num_steps: int
     progress: Progress
@@ -58,12 +58,12 @@ def set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
     source = _source(plan, folder)
     model = frozen(read_model(str(source)), job.training.freeze)  # its new tokens are in the folder
     check_model(plan.model, model_facts(model), str(source), "plan it again, or put the model back as it was")
-    prepared = _prepare(plan, model, source, folder)
-    num_steps, in_run = _length(plan, prepared.train.num_rows)
+    found = rows(job, lambda: tokenizer_of(source, job.data.chat_template), folder, lambda samples: samples.within(model.vocab, str(source)))
+    num_steps, in_run = _length(plan, found.train)
     trainee = _trainee(plan, model, source, world)
     first("looking for room for checkpoints", lambda: check_room(folder.checkpoints, _room(trainee, plan, folder)))
     batches = Batches(
-        prepared.train,
+        found.train,
         job.training.seed,
         job.batch.global_batch,
         job.batch.micro_batch,
@@ -74,7 +74,7 @@ def set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
         group_by_length=job.batch.group_by_length,
     )
     board = Board(folder.tensorboard if job.logging.tensorboard and world.is_first else None)
-    return Run(plan, folder, world, trainee, prepared, batches, num_steps, Progress(plan, num_steps, job.logging.every), board)
+    return Run(plan, folder, world, trainee, found, batches, num_steps, Progress(plan, num_steps, job.logging.every), board)
 
 
 def _room(trainee: Trainee, plan: Plan, folder: RunFolder) -> int:
@@ -88,26 +88,14 @@ def _source(plan: Plan, folder: RunFolder) -> Path:
     return model_folder(plan.job.model, folder.base)
 
 
-def _prepare(plan: Plan, model: ModelSpec, source: Path, folder: RunFolder) -> Prepared:
-    """Tokenise once, on rank 0; every rank then maps the same files."""
-
-    def work() -> None:
-        prepare(plan.job, tokenizer_of(source, plan.job.data.chat_template), Path(), folder.data, progress=Pace())
-
-    first("preparing the data", work)
-    found = open_prepared(folder.data)
-    held_out = found.held_out and found.held_out.within(model.vocab, str(source))
-    return replace(found, train=found.train.within(model.vocab, str(source)), held_out=held_out)
-
-
-def _length(plan: Plan, num_rows: int) -> tuple[int, int | None]:
+def _length(plan: Plan, train: Samples | Stream) -> tuple[int, int | None]:
     """Optimizer steps of the run, and how many rows it sees where epochs say so (its last step may be smaller)."""
     training = plan.job.training
     if training.steps is not None:
         return training.steps, None
-    if training.epochs is None:
+    if training.epochs is None or isinstance(train, Stream):
         raise InputError("the job says neither `training.steps` nor `training.epochs`", where="training")
-    in_run = max(1, round(num_rows * training.epochs))
+    in_run = max(1, round(train.num_rows * training.epochs))
     return math.ceil(in_run / plan.job.batch.global_batch), in_run
 
 

@@ -31,6 +31,7 @@ from pentamesh.model.frozen import frozen
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.data.batches import Batches
+from pentamesh.run.data.order import Row
 from pentamesh.run.data.samples import Samples
 from pentamesh.run.initial import initial
 from pentamesh.run.ledger import Recorder
@@ -80,8 +81,9 @@ class InRows(Batches):
 
     in_a_row: int = 1
 
-    def _row(self, number: int) -> tuple[int, ...]:
-        return tuple(index for n in range(number * self.in_a_row, (number + 1) * self.in_a_row) for index in super(InRows, self)._row(n))
+    def _rows(self, first: int, stop: int) -> list[Row]:
+        alone = super()._rows(first * self.in_a_row, stop * self.in_a_row)
+        return [tuple(index for row in alone[at : at + self.in_a_row] for index in row) for at in range(0, len(alone), self.in_a_row)]
 
 
 @dataclass

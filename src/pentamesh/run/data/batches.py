@@ -16,8 +16,9 @@ import torch
 
 from pentamesh.errors import InputError
 from pentamesh.job.division import uneven_batch
-from pentamesh.run.data.order import Order
+from pentamesh.run.data.order import Order, Row
 from pentamesh.run.data.samples import Samples
+from pentamesh.run.data.stream import Stream
 
 __all__ = ["IGNORED", "Batches", "Micro", "collate", "held_out_batches"]
 
@@ -25,8 +26,6 @@ __all__ = ["IGNORED", "Batches", "Micro", "collate", "held_out_batches"]
 IGNORED = -100
 # Tokens in the row of a micro-batch that has no sample: a rank computes on it only to take part in the collectives.
 DUMMY_LEN = 2
-
-Row = tuple[int, ...]  # the samples in it, one after the other
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Micro:
         return Micro(moved(self.input_ids), moved(self.labels), self.num_trained, self.num_tokens, packed)
 
 
-def collate(samples: Samples, rows: Sequence[Row], seq_multiple: int = 1) -> Micro:
+def collate(samples: Samples | Stream, rows: Sequence[Row], seq_multiple: int = 1) -> Micro:
     """The samples of each row one after the other, a row of none being without labels; padded to a multiple of `seq_multiple`."""
     found = [[samples.sample(i) for i in row] for row in rows]
     lengths = [sum(len(tokens) - 1 for tokens, _ in row) for row in found]
@@ -97,7 +96,7 @@ class Batches:
     Raises: InputError, when micro-batches on all ranks do not make up a global batch.
     """
 
-    samples: Samples
+    samples: Samples | Stream
     seed: int
     global_batch: int
     micro_batch: int
@@ -112,7 +111,9 @@ class Batches:
             raise InputError(found.what, where="batch.global_batch", hint=found.hint)
 
     @cached_property
-    def _order(self) -> Order:
+    def _order(self) -> Order | Stream:
+        if isinstance(self.samples, Stream):
+            return self.samples
         return Order(self.samples.lengths, self.seed, self.samples.packs, self.global_batch if self.group_by_length else None)
 
     @property
@@ -128,11 +129,11 @@ class Batches:
 
     def rows(self, consumed: int) -> list[Row]:
         """All rows of that step over all ranks, the longest first."""
-        rows = [self._row(number) for number in range(consumed, consumed + self.global_batch)]
-        return sorted(rows, key=lambda row: -int(self.samples.lengths[list(row)].sum()))
+        return sorted(self._rows(consumed, consumed + self.global_batch), key=lambda row: -self.samples.length(row))
 
-    def _row(self, number: int) -> Row:
-        return () if self.num_rows_in_run is not None and number >= self.num_rows_in_run else self._order.row(number)
+    def _rows(self, first: int, stop: int) -> list[Row]:
+        there = stop if self.num_rows_in_run is None else max(first, min(stop, self.num_rows_in_run))
+        return [*self._order.rows(first, there), *[()] * (stop - there)]
 
 
 def held_out_batches(samples: Samples, micro_batch: int, data_rank: int, data_degree: int, seq_multiple: int = 1) -> Iterator[Micro]:

@@ -11,10 +11,12 @@ from functools import cached_property
 
 import numpy as np
 
-__all__ = ["Order", "first_fit_decreasing", "order"]
+__all__ = ["Order", "Row", "first_fit_decreasing", "order"]
 
 # Steps within which samples of like length are brought together: enough for lengths to be alike, few enough for steps to be unlike.
 STEPS_AT_ONCE = 50
+
+Row = tuple[int, ...]  # the samples in it, one after the other
 
 
 def order(seed: int, epoch: int, number: int) -> np.ndarray:
@@ -67,7 +69,7 @@ class Order:
         """Of an epoch."""
         return len(self.lengths) if self.packs is None else int(self.packs.max()) + 1
 
-    def row(self, number: int) -> tuple[int, ...]:
+    def row(self, number: int) -> Row:
         """The samples of row `number` of the run."""
         epoch, position = divmod(number, self.num_rows)
         if epoch not in self._epochs:
@@ -75,6 +77,10 @@ class Order:
             self._epochs[epoch] = self._drawn(epoch)
         samples, bounds = self._epochs[epoch]
         return tuple(samples[slice(*bounds[position])].tolist())
+
+    def rows(self, first: int, stop: int) -> list[Row]:
+        """Those of rows `first` up to `stop`."""
+        return [self.row(number) for number in range(first, stop)]
 
     def _drawn(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The samples of an epoch, and from where up to where among them each of its rows goes."""

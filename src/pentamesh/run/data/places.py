@@ -7,6 +7,8 @@ import glob
 import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,10 @@ from pentamesh.errors import InputError, reason
 from pentamesh.job.files import KINDS, file_kind
 from pentamesh.job.job import Rows
 from pentamesh.job.read import is_hub_data
-from pentamesh.run.data.rows import HubSplit, Place
+from pentamesh.run.data.rows import HubSplit, HubStream, Place
 from pentamesh.units import format_path
 
-__all__ = ["find_files", "find_places", "hub_split"]
+__all__ = ["find_files", "find_places", "hub_split", "hub_stream"]
 
 # What turns files into tables without running code that came with them. Source: datasets, packaged_modules.
 SAFE_BUILDERS = ("arrow", "csv", "json", "parquet", "text")
@@ -27,13 +29,13 @@ SAFE_BUILDERS = ("arrow", "csv", "json", "parquet", "text")
 SPLIT_KEYS = {"data.train": "data.split", "data.held_out": "data.held_out_split"}
 
 
-def find_places(rows: Rows, key: str, base: Path, usual_split: str = "train") -> tuple[Place, ...]:
+def find_places(rows: Rows, key: str, base: Path, usual_split: str = "train", *, streaming: bool = False) -> tuple[Place, ...]:
     """The files that a source names, or the split of the hub data set that it names where there is no such file.
 
     Raises InputError where there are none, or a split is given of files.
     """
     if is_hub_data(rows.rows, base):
-        return (hub_split(rows.rows, rows.subset, rows.split or usual_split, key),)
+        return ((hub_stream if streaming else hub_split)(rows.rows, rows.subset, rows.split or usual_split, key),)
     places = {"split": SPLIT_KEYS.get(key, f"{key}.split"), "subset": "data.subset" if key in SPLIT_KEYS else f"{key}.subset"}
     for given, where in places.items():
         if value := getattr(rows, given):
@@ -106,22 +108,49 @@ def hub_split(name: str, subset: str | None, split: str, key: str) -> HubSplit:
 
     Raises InputError where it cannot be reached, has no such subset or split, or is no table of rows.
     """
+    with _reached(name, subset, split, key):
+        builder = _builder(name, subset, key)
+        builder.download_and_prepare()
+        files = builder.as_dataset(split=split).cache_files
+    return HubSplit(_called(name, subset, split), tuple(Path(file["filename"]) for file in files))
+
+
+def hub_stream(name: str, subset: str | None, split: str, key: str) -> HubStream:
+    """The same, read over the network row by row and kept nowhere."""
+    with _reached(name, subset, split, key):
+        found = _builder(name, subset, key).as_streaming_dataset(split=split)
+
+    def read() -> Iterator[dict[str, Any]]:
+        with _reached(name, subset, split, key):
+            yield from found
+
+    return HubStream(_called(name, subset, split), read)
+
+
+def _called(name: str, subset: str | None, split: str) -> str:
+    return f"{name}{f'/{subset}' if subset else ''} {split}"
+
+
+@contextmanager
+def _reached(name: str, subset: str | None, split: str, key: str) -> Iterator[None]:
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # of the network, the hub, the library and the formats it reads
+        raise _unreachable(name, subset, split, key, error) from error
+
+
+def _builder(name: str, subset: str | None, key: str) -> Any:
     import datasets
     import huggingface_hub
 
     datasets.disable_progress_bars()
     for library in (datasets, huggingface_hub):  # what they say of a failure, the exception says too
         library.logging.set_verbosity(logging.CRITICAL)
-    try:
-        builder = datasets.load_dataset_builder(name, subset)
-        _check_safe(name, type(builder).__module__.split(".")[-2], key)
-        builder.download_and_prepare()
-        found: Any = builder.as_dataset(split=split)
-    except InputError:
-        raise
-    except Exception as error:  # of the network, the hub, the library and the formats it reads
-        raise _unreachable(name, subset, split, key, error) from error
-    return HubSplit(f"{name}{f'/{subset}' if subset else ''} {split}", tuple(Path(file["filename"]) for file in found.cache_files))
+    builder = datasets.load_dataset_builder(name, subset)
+    _check_safe(name, type(builder).__module__.split(".")[-2], key)
+    return builder
 
 
 def _check_safe(name: str, kind: str, key: str) -> None:

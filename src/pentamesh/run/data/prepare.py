@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from pentamesh.job.job import Job
 from pentamesh.run.data.encode import Encode, encoder
 from pentamesh.run.data.forms import Form
 from pentamesh.run.data.problems import MAX_PLACES, Problems, listed
-from pentamesh.run.data.rows import HubSplit
+from pentamesh.run.data.rows import files_of
 from pentamesh.run.data.samples import MANIFEST, SCHEMA, VERSION, Prepared, SampleWriter, check_replaceable, open_prepared
 from pentamesh.run.data.source import Source, source
 from pentamesh.run.data.split import Placed, placed, survey
@@ -32,7 +32,7 @@ from pentamesh.run.data.workers import encoded_by, encoded_here, num_workers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["prepare"]
+__all__ = ["Encoding", "Progress", "facts", "fill", "prepare", "prepared", "settings"]
 
 Progress = Callable[[int], None]
 Encoding = Callable[[Iterator[Placed]], Generator[tuple[Placed, Encoded | list[Problem] | None]]]
@@ -43,7 +43,11 @@ def prepare(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Pa
 
     Raises: InputError, with the faults of all rows at once.
     """
-    asked = source(job, base)
+    return prepared(job, tokenizer, source(job, base), folder, progress=progress)
+
+
+def prepared(job: Job, tokenizer: PreTrainedTokenizerBase, asked: Source, folder: Path, *, progress: Progress | None = None) -> Prepared:
+    """The same, of the rows of a source."""
     fingerprint = _fingerprint(job, tokenizer, asked)
     if (folder / MANIFEST).is_file():
         try:
@@ -60,7 +64,7 @@ def prepare(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Pa
     partial = _empty(_partial(folder))
     try:
         splits = _write(job, asked, encode, found.held, partial, progress)
-        report = _facts(job, tokenizer) | {"fingerprint": fingerprint, "repeated_rows": found.num_repeated, "splits": splits}
+        report = facts(job, tokenizer) | {"fingerprint": fingerprint, "repeated_rows": found.num_repeated, "splits": splits}
         (partial / MANIFEST).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
@@ -70,7 +74,8 @@ def prepare(job: Job, tokenizer: PreTrainedTokenizerBase, base: Path, folder: Pa
     return open_prepared(folder)
 
 
-def _facts(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def facts(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What the manifest says of any prepared data of a job."""
     pad_id = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
     return {"schema": SCHEMA, "version": VERSION, "seq_len": job.batch.seq_len, "too_long": job.data.too_long, "pad_id": pad_id}
 
@@ -87,14 +92,19 @@ def _empty(folder: Path) -> Path:
 
 def _fingerprint(job: Job, tokenizer: PreTrainedTokenizerBase, asked: Source) -> str:
     """Sixteen hex digits of everything that decides the samples. Files count by name, size and time of change."""
-    places = (place for origin in asked.origins for place in origin.places)
-    named = (file for place in places for file in (place.files if isinstance(place, HubSplit) else (place,)))
+    named = (file for origin in asked.origins for place in origin.places for file in files_of(place))
     files = [(str(file.absolute()), stat.st_size, stat.st_mtime_ns) for file in named for stat in [file.stat()]]
+    rows = [files, [origin.form for origin in asked.origins], job.data.model_dump(mode="json", include={"train", "held_out"})]
+    return hashlib.sha256(json.dumps([settings(job, tokenizer), rows], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def settings(job: Job, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Sixteen hex digits of everything but the rows that decides the samples."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     words = [hashlib.sha256(vocabulary.encode()).hexdigest(), repr(tokenizer.chat_template), repr(tokenizer.special_tokens_map)]
-    forms, data = [origin.form for origin in asked.origins], job.data.model_dump(mode="json", exclude={"workers"})
-    decides = [VERSION, files, words, forms, job.batch.seq_len, job.batch.packing, data, job.training.seed]
+    data = job.data.model_dump(mode="json", exclude={"workers", "train", "held_out"})
+    decides = [VERSION, words, job.batch.seq_len, job.batch.packing, data, job.training.seed]
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -130,25 +140,36 @@ def _write(job: Job, asked: Source, encode: Encoding, held: frozenset[int], fold
     """Tokenise every row into its split. Returns the manifest's entry of each; raises InputError with all faults at once."""
     seed = job.training.seed
     writers = {name: SampleWriter(folder, name, tallies) for name, tallies in _tallies(asked, held, seed).items()}
-    too_long = _TooLong()
     with Problems() as problems, closing(encode(placed(asked, held, seed, problems))) as rows:
-        for num_rows, (row, encoded) in enumerate(rows, start=1):
-            writer = writers[row.split]
-            if isinstance(encoded, Encoded):
-                cut = cut_to(encoded, row.form, job.batch.seq_len, job.data.too_long)
-                writer.add(row.source, encoded, cut)
-                if cut.dropped == "too_long":
-                    too_long.add(row.row.where, len(encoded.ids) - 1)
-            elif encoded is None:
-                writer.drop(row.source, row.unused)
-            else:
-                problems.add(*encoded)
-            if progress:
-                progress(num_rows)
-        if too_long.num_rows and job.data.too_long == "error":
-            problems.add(too_long.problem(job.batch.seq_len))
+        fill(writers, job, rows, problems, progress)
     pack_to = {"train": job.batch.seq_len if job.batch.packing else None}
     return {name: _finished(name, writer, pack_to.get(name)) for name, writer in writers.items()}
+
+
+def fill(
+    writers: Mapping[str, SampleWriter],
+    job: Job,
+    rows: Iterable[tuple[Placed, Encoded | list[Problem] | None]],
+    problems: Problems,
+    progress: Progress | None = None,
+) -> None:
+    """Store every row in the writer of its split; what is wrong with those that cannot be trained goes to `problems`."""
+    too_long = _TooLong()
+    for num_rows, (row, encoded) in enumerate(rows, start=1):
+        writer = writers[row.split]
+        if isinstance(encoded, Encoded):
+            cut = cut_to(encoded, row.form, job.batch.seq_len, job.data.too_long)
+            writer.add(row.source, encoded, cut)
+            if cut.dropped == "too_long":
+                too_long.add(row.row.where, len(encoded.ids) - 1)
+        elif encoded is None:
+            writer.drop(row.source, row.unused)
+        else:
+            problems.add(*encoded)
+        if progress:
+            progress(num_rows)
+    if too_long.num_rows and job.data.too_long == "error":
+        problems.add(too_long.problem(job.batch.seq_len))
 
 
 def _finished(name: str, writer: SampleWriter, pack_to: int | None) -> dict[str, Any]:

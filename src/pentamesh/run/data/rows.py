@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pentamesh.errors import Problem
 from pentamesh.job.files import file_kind
@@ -15,9 +16,9 @@ from pentamesh.run.data.lines import Row, document, json_file, json_lines
 from pentamesh.run.data.opened import TORN, unreadable
 from pentamesh.run.data.problems import Problems
 from pentamesh.run.data.sheets import comma_separated, tab_separated
-from pentamesh.run.data.tables import arrow, parquet
+from pentamesh.run.data.tables import arrow, parquet, without_nulls
 
-__all__ = ["READERS", "HubSplit", "Place", "Problems", "Row", "read_rows"]
+__all__ = ["READERS", "HubSplit", "HubStream", "Place", "Problems", "Row", "files_of", "read_rows"]
 
 READERS: dict[str, Callable[[Path], Iterator[Row | Problem]]] = {
     ".jsonl": json_lines,
@@ -43,7 +44,25 @@ class HubSplit:
         return self.name
 
 
-Place = Path | HubSplit
+@dataclass(frozen=True)
+class HubStream:
+    """A split of a data set of the hub that is read over the network, as often as it is asked for; rows are counted through it."""
+
+    name: str
+    read: Callable[[], Iterator[dict[str, Any]]]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Place = Path | HubSplit | HubStream
+
+
+def files_of(place: Place) -> tuple[Path, ...]:
+    """The local files of a place; none of what is read over the network."""
+    if isinstance(place, HubStream):
+        return ()
+    return place.files if isinstance(place, HubSplit) else (place,)
 
 
 def read_rows(places: Iterable[Place]) -> Iterator[Row | Problem]:
@@ -66,6 +85,9 @@ def read_rows(places: Iterable[Place]) -> Iterator[Row | Problem]:
 def _rows(place: Place) -> Iterator[Row | Problem]:
     if isinstance(place, Path):
         yield from READERS[file_kind(place.name)[0]](place)
+        return
+    if isinstance(place, HubStream):
+        yield from (Row(f"{place}[{index}]", {key: without_nulls(inner) for key, inner in value.items()}) for index, value in enumerate(place.read()))
         return
     rows = (row for file in place.files for row in arrow(file))
     yield from (Row(f"{place}[{index}]", row.value) if isinstance(row, Row) else row for index, row in enumerate(rows))

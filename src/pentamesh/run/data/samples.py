@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from pentamesh.errors import InputError
-from pentamesh.run.data.order import first_fit_decreasing
+from pentamesh.run.data.order import Row, first_fit_decreasing
 from pentamesh.run.data.tally import Tally, total
 from pentamesh.run.data.tokens import Cut, Encoded
 
@@ -60,6 +60,10 @@ class Samples:
     def lengths(self) -> np.ndarray:
         """Tokens that the model reads, by sample."""
         return self.spans[:, 1] - 1
+
+    def length(self, row: Row) -> int:
+        """Tokens that the model reads of the samples of a row."""
+        return int(self.lengths[list(row)].sum())
 
     def within(self, vocab: int, model: str) -> Samples:
         """The same for a model of `vocab` tokens: where the tokenizer's padding is none of them, another token pads, which nobody reads either.

@@ -13,7 +13,7 @@ from pentamesh.errors import InputError, Problem
 from pentamesh.run.data.alike import row_key
 from pentamesh.run.data.doctor import Diagnosis, EncoderOf, examined
 from pentamesh.run.data.judge import Judged, Length, Subject
-from pentamesh.run.data.rows import HubSplit
+from pentamesh.run.data.rows import files_of
 
 __all__ = ["CLEAN", "REJECTED", "check_writable", "sift"]
 
@@ -23,7 +23,7 @@ CLEAN, REJECTED = "clean.jsonl", "rejected.jsonl"
 def check_writable(folder: Path, subjects: tuple[Subject, ...], *, force: bool) -> None:
     """Raises InputError where the files cannot be written to `folder` without losing others."""
     problems = []
-    read = {file.resolve() for s in subjects for place in s.places for file in (place.files if isinstance(place, HubSplit) else (place,))}
+    read = {file.resolve() for s in subjects for place in s.places for file in files_of(place)}
     if folder.exists() and not folder.is_dir():
         problems.append(Problem(f"{folder} is no folder", "--out", "name a folder"))
     for path in (folder / CLEAN, folder / REJECTED):

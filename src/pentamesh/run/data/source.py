@@ -55,7 +55,8 @@ def source(job: Job, base: Path) -> Source:
     problems, places, train = [*_stray(data, base)], {}, []
     for key, rows in named(data, base).items():
         try:
-            places[key] = find_places(rows, key, base, "test" if key == "data.held_out" else "train")
+            usual = "test" if key == "data.held_out" else "train"
+            places[key] = find_places(rows, key, base, usual, streaming=data.streaming and key != "data.held_out")
             if key != "data.held_out":
                 form = form_of(places[key], rows.form or "auto", data.columns)
                 train.append(Origin(_name(rows.rows, base), places[key], form, data, rows.weight))

@@ -16,7 +16,7 @@ from pentamesh.run.data.ids import Ids
 from pentamesh.run.data.problems import Problems
 from pentamesh.run.data.source import Source
 
-__all__ = ["Placed", "Survey", "num_chars", "placed", "survey"]
+__all__ = ["Placed", "Survey", "held_keys", "num_chars", "placed", "survey"]
 
 
 class Survey(NamedTuple):
@@ -51,16 +51,20 @@ def num_chars(content: Any) -> int:
     return sum(map(num_chars, vars(content).values())) if hasattr(content, "__dict__") else 0
 
 
+def held_keys(asked: Source, seed: int, problems: Problems) -> frozenset[int]:
+    """The keys of the rows that a source of its own holds out."""
+    return frozenset(row_key(row, seed) for row in asked.held_out.rows(problems)) if asked.held_out else frozenset()
+
+
 def survey(asked: Source, seed: int) -> Survey:
     """A look at every row, keeping 8 bytes of each. Raises InputError with all faults of all rows."""
-    keys, held, read = array("Q"), frozenset(), 0
+    keys, read = array("Q"), 0
     with Problems() as problems:
         for origin in asked.train:
             for row in origin.rows(problems, asked.max_rows):
                 keys.append(row_key(row, seed))
                 read += num_chars(row.content) if origin.form != "tokens" else 0
-        if asked.held_out:
-            held = frozenset(row_key(row, seed) for row in asked.held_out.rows(problems))
+        held = held_keys(asked, seed, problems)
     distinct = np.unique(np.frombuffer(keys, np.uint64))  # sorted
     if asked.share is not None:
         held = frozenset(distinct[: max(1, round(asked.share * len(distinct)))].tolist())

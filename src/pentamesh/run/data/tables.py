@@ -13,7 +13,7 @@ from pentamesh.run.data.opened import CUT_SHORT
 if TYPE_CHECKING:
     import pyarrow
 
-__all__ = ["arrow", "parquet"]
+__all__ = ["arrow", "parquet", "without_nulls"]
 
 ROWS_AT_ONCE = 256
 # What an Arrow file begins with; without it the same messages follow each other as a stream. Source: Arrow, columnar format, IPC file format.
@@ -68,7 +68,7 @@ def _values(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[dict[str, Any]]:
         batch.validate(full=True)  # offsets that lie would be followed to anywhere in memory
         for start in range(0, batch.num_rows, ROWS_AT_ONCE):
             for value in _listed(batch.slice(start, ROWS_AT_ONCE)):
-                yield {key: _without_nulls(inner) for key, inner in value.items()}
+                yield {key: without_nulls(inner) for key, inner in value.items()}
 
 
 def _listed(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
@@ -83,9 +83,9 @@ def _listed(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
         raise ValueError(reason(error)) from error
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
-        return [_without_nulls(inner) for inner in value]
+        return [without_nulls(inner) for inner in value]
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return value
