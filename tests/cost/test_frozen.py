@@ -79,7 +79,8 @@ def test_only_the_head_trained() -> None:
     """No block has a backward: nothing of any waits."""
     held = Holding(frozen(WHOLE, ["model.*"]), Layout(Mesh(dp_shard=8), "parameters"))
     found = memory(held, replace(Policy(), reshard=False), BF16, Batch(), usable_bytes=10**11, kind="cuda")
-    assert found.parts_bytes["activations"] < 4096 * 4096 * 2 * 4
+    wide = 3 * 2 * WHOLE.ffn * 4096  # of a block on its way forward: gate, up and their product, in bf16
+    assert wide < found.parts_bytes["activations"] <= wide + 4096 * 4096 * 2 * 4
 
 
 PATTERNS: dict[str, tuple[str, ...]] = {

@@ -259,6 +259,14 @@ def test_other_data_is_not_gone_on_with(tmp_path: Path) -> None:
         trained(job, Options(resume=True))
 
 
+def test_another_grouping_is_not_gone_on_with(tmp_path: Path) -> None:
+    """Which samples come next depends on whether steps are of like length, and then on how many are in a step; without, steps may grow."""
+    trained(toy.job(tmp_path), Options(stop_at=2))
+    with pytest.raises(InputError, match="the training data is not what step-00000002 was trained on"):
+        trained(toy.job(tmp_path, batch__group_by_length=True), Options(resume=True))
+    trained(toy.job(tmp_path, batch__global_batch=16), Options(resume=True, stop_at=3))
+
+
 def test_a_run_goes_on_without_its_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What is lost with plan.json is a comparison, not a run."""
     job = toy.job(tmp_path, training__steps=4)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from pentamesh.job.precision import ITEMSIZE
 from pentamesh.layout.mesh import DATA_AXES, Layout
-from pentamesh.layout.policy import head_piece, scores_at_once
+from pentamesh.layout.policy import flash_knows, head_piece, scores_at_once
 from pentamesh.layout.split import split
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.families.gpt2 import DROPOUT
@@ -132,7 +132,7 @@ def scores(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, com
     """Bytes of the scores that the backward of attention with a window or a cap holds at a time (pentamesh.run.attention): weights, their gradient
     and that of scores, what slopes follow from, and one of them as matmuls read it. Of packed samples, at most as long as a row, one at a time; where
     nothing caps their scores, a GPU's kernel holds none."""
-    if packed and kind == "cuda" and not model.score_cap:
+    if packed and kind == "cuda" and not model.score_cap and flash_knows(compute, model.head_dim):
         return 0
     size, heads = ITEMSIZE[compute], (1 if packed else micro_batch) * -(-model.num_heads // layout.mesh.tp)
     windows = {window for window in model.windows if window and window < seq_len} | ({None} if model.score_cap or packed else set())

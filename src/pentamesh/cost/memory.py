@@ -92,8 +92,9 @@ class _Rank:
     kind: str
 
     def moments(self) -> tuple[_Moment, ...]:
-        """Backward turns activations into gradients block by block, so that it is fullest at its first block or at its last, if it comes to any."""
-        blocks = (self._backward(self._layers), self._backward(1)) if self._layers else ()
+        """Backward turns activations into gradients block by block, so that it is fullest at its first block or at its last; where it comes to none,
+        the forward of a block is."""
+        blocks = (self._backward(self._layers), self._backward(1)) if self._layers else (self._forward(),)
         return (self._loss(), *blocks, self._end_of_backward(), self._update())
 
     # Sizes
@@ -258,16 +259,18 @@ class _Rank:
 
     @cached_property
     def _block_working_set(self) -> int:
-        """What the backward of one block adds: what it computes again, and the gradients of its widest part.
+        """What the backward of one block adds: what it computes again, and the gradients of its widest part."""
+        return self._saved(activations.again, self.policy.recompute) + self._widest_part
 
-        In the MLP three ffn-wide gradients are alive at once (of the product, the activated gate and up), beside those of stream and norm.
-        """
+    @property
+    def _widest_part(self) -> int:
+        """In the MLP three ffn-wide tensors are alive at once, beside those of stream and norm: backward the gradients of the product, the activated
+        gate and up, forward these themselves."""
         model, compute = self.held.model, self._compute
         tokens = activations.local_tokens(self._layout, *self._shape)
-        again = self._saved(activations.again, self.policy.recompute)
         narrow = (self.precision.compute, self.kind)
         scores = activations.scores(model, self._layout, *self._shape, *narrow, packed=self.policy.packed) if model.is_described else 0
-        return again + scores + tokens * (3 * compute * model.ffn // self._layout.mesh.tp + (2 * compute + ITEMSIZE["float32"]) * model.hidden)
+        return scores + tokens * (3 * compute * model.ffn // self._layout.mesh.tp + (2 * compute + ITEMSIZE["float32"]) * model.hidden)
 
     @property
     def _logits(self) -> int:
@@ -286,6 +289,10 @@ class _Rank:
         layers = self._layers
         working = self._used(layers) + self._unreduced(layers)
         return self._moment(self._gradients(layers), working, activations=self._activations(layers), logits=self._logits)
+
+    def _forward(self) -> _Moment:
+        """The forward of a block that keeps nothing."""
+        return self._moment(self._gradients(0), self._used(0) + self._unreduced(0), activations=self._widest_part)
 
     def _backward(self, layers: int) -> _Moment:
         """The backward of a block, the last of `layers` that have still to go back."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DDP_BUCKET_BYTES", "Policy", "head_piece", "scores_at_once", "tokens_at_once"]
+__all__ = ["DDP_BUCKET_BYTES", "Policy", "flash_knows", "head_piece", "scores_at_once", "tokens_at_once"]
 
 # The limit of every bucket of torch's DistributedDataParallel, as it is asked for in `run.place`; given one, torch has no smaller first bucket.
 # Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb.
@@ -17,6 +17,7 @@ LEAST_TOKENS_AT_ONCE = {"cpu": 256, "cuda": 1024}
 # Scores that attention with a window or a cap computes at a time, and the fewest queries.
 SCORES_AT_ONCE = {"cpu": 2**22, "cuda": 2**25}
 LEAST_QUERIES_AT_ONCE = 64
+FLASH_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ def tokens_at_once(vocab: int, kind: str) -> int:
 def head_piece(tokens: int, vocab: int, tp: int, kind: str) -> int:
     """Of a rank's `tokens`, those of a piece of the head's work: all where tensor ranks have to meet over each."""
     return tokens if tp > 1 else min(tokens, tokens_at_once(vocab, kind))
+
+
+def flash_knows(dtype: str, head_dim: int) -> bool:
+    """Whether a GPU's kernel for documents of uneven length computes such heads. Source: torch.nn.attention.varlen, FlashAttention-2."""
+    return dtype in ("bfloat16", "float16") and head_dim <= FLASH_HEAD_DIM
 
 
 def scores_at_once(heads: int, length: int, window: int | None, kind: str) -> tuple[int, int]:

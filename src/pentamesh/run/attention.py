@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pentamesh.layout.policy import scores_at_once
+from pentamesh.layout.policy import flash_knows, scores_at_once
 
 __all__ = ["ATTENTION"]
 
@@ -67,16 +68,13 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
 
 
 def _flash_knows(query: torch.Tensor) -> bool:
-    """Source: torch.nn.attention.varlen and FlashAttention-2: half precision, heads of up to 256, Ampere or newer."""
-    return (
-        query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256 and torch.cuda.get_device_capability() >= (8, 0)
-    )
+    """On Ampere or newer."""
+    known = flash_knows(str(query.dtype).removeprefix("torch."), query.shape[-1])
+    return query.is_cuda and known and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
     """Causal attention within documents by torch's kernel for sequences of uneven length."""
-    from torch.nn.attention.varlen import varlen_attn
-
     asking, asked, given = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     length, back = query.shape[2], window - 1 if window else -1
     grouped = query.shape[1] != key.shape[1]

@@ -24,6 +24,7 @@ DEAR = [
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
     torch.ops.pentamesh.attention.default,
 ]
 

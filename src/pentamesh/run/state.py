@@ -64,13 +64,19 @@ def store(folder: Path, trainee: Trainee, counters: Counters, plan: Plan, data: 
     """Save a checkpoint and return its path; `data` is the digest of the training samples. Collective."""
     facts: dict[str, Any] = {
         "counters": asdict(counters),
-        "data": {"seed": plan.job.training.seed, "consumed": counters.consumed, "digest": data},
+        "data": {"consumed": counters.consumed, **_order(plan, data)},
         "precision": plan.precision.name,
         "layout": plan.to_json()["layout"],
         "plan": plan.fingerprint,
         "world_size": trainee.world.num_ranks,
     }
     return save(folder, counters.step, tensors(trainee), facts)
+
+
+def _order(plan: Plan, data: str) -> dict[str, Any]:
+    """What decides which samples come when: themselves, the seed, and how many are grouped to a step, where steps are of like length."""
+    batch = plan.job.batch
+    return {"digest": data, "seed": plan.job.training.seed, "grouped": batch.global_batch if batch.group_by_length else None}
 
 
 def restore(path: Path, trainee: Trainee, plan: Plan, data: str) -> Counters:
@@ -83,11 +89,11 @@ def restore(path: Path, trainee: Trainee, plan: Plan, data: str) -> Counters:
     facts = load(path, found, verified=True)
     try:
         counters = Counters(**{name: int(count) for name, count in facts["counters"].items()})
-        trained_on = facts["data"]["digest"], facts["data"]["seed"]
+        trained_on = {key: facts["data"][key] for key in _order(plan, data)}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"the manifest does not say how far the run was: {type(error).__name__} {error}", where=str(path)) from None
-    if trained_on != (data, plan.job.training.seed):
-        hint = "give it the same rows, held-out share, seed, lengths and tokenizer, or start anew in another logging.folder"
+    if trained_on != _order(plan, data):
+        hint = "give it the same rows, held-out share, seed, lengths, grouping and tokenizer, or start anew in another logging.folder"
         raise InputError(f"the training data is not what {path.name} was trained on", where="data", hint=hint)
     torch.set_rng_state(found[f"rng.{trainee.world.rank}"])
     if trainee.world.device.type == "cuda":

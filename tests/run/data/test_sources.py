@@ -18,6 +18,7 @@ from pentamesh.job.read import check_trainable, read_job_text
 from pentamesh.report.preview import preview
 from pentamesh.run.asked import located
 from pentamesh.run.data.batches import Batches
+from pentamesh.run.data.order import order
 from pentamesh.run.data.prepare import prepare
 from pentamesh.run.data.preview import collect
 from pentamesh.run.data.samples import Samples
@@ -48,10 +49,16 @@ def files(write_rows: Any, talk: Any) -> None:
 
 @given(st.integers(0, 300), st.floats(0.001, 7), st.integers(0, 2**40))
 def test_a_weight_is_exact(num_rows: int, weight: float, seed: int) -> None:
-    times = times_seen(num_rows, weight, seed)
+    times = times_seen(num_rows, weight, (seed, 0))
     assert set(times.tolist()) <= {int(weight), int(weight) + 1}
     assert times.sum() == int(weight) * num_rows + round((weight - int(weight)) * num_rows)
-    assert np.array_equal(times, times_seen(num_rows, weight, seed))
+    assert np.array_equal(times, times_seen(num_rows, weight, (seed, 0)))
+
+
+def test_sources_draw_rows_of_their_own() -> None:
+    first, second = (np.flatnonzero(times_seen(1000, 0.5, (7, number, 1))) for number in (0, 1))
+    assert 200 < len(np.intersect1d(first, second)) < 300
+    assert 200 < len(np.intersect1d(first, order(7, 0, 1000)[:500])) < 300
 
 
 def test_what_an_epoch_sees_of_each_source(files: Any, made: Any) -> None:

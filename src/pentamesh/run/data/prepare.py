@@ -110,7 +110,8 @@ def settings(job: Job, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _tallies(asked: Source, held: frozenset[int], seed: int) -> dict[str, list[Tally]]:
     """The sources of each split. Held-out rows count once, whatever they weigh in training."""
-    found = {"train": [Tally(origin.name, origin.form, origin.weight, seed) for origin in asked.train]}
+    # Of a stream of its own each, which is none of the epochs' either.
+    found = {"train": [Tally(origin.name, origin.form, origin.weight, (seed, number, 1)) for number, origin in enumerate(asked.train)]}
     if held:
         found["held_out"] = [Tally(origin.name, origin.form) for origin in ((asked.held_out,) if asked.held_out else asked.train)]
     return found

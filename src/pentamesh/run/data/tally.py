@@ -15,7 +15,7 @@ from pentamesh.run.data.tokens import Cut, Encoded
 __all__ = ["Tally", "times_seen", "total"]
 
 
-def times_seen(num_rows: int, weight: float, seed: int) -> np.ndarray:
+def times_seen(num_rows: int, weight: float, seed: tuple[int, ...]) -> np.ndarray:
     """How often an epoch sees each row: as often as `weight` is whole, and once more those that are drawn: the rest's share of them, exactly.
 
     Shapes: [num_rows] int64.
@@ -31,7 +31,7 @@ def times_seen(num_rows: int, weight: float, seed: int) -> np.ndarray:
 class Tally:
     """Counts the rows of a source and keeps 24 bytes for each of its samples and 8 for each row."""
 
-    def __init__(self, name: str, form: str, weight: float = 1.0, seed: int = 0) -> None:
+    def __init__(self, name: str, form: str, weight: float = 1.0, seed: tuple[int, ...] = (0,)) -> None:
         self._name, self._form, self._weight, self._seed = name, form, weight, seed
         self._num_rows = self._num_truncated = self._num_split = self._num_untrained = 0
         self._dropped: Counter[str] = Counter()
