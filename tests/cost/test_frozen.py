@@ -78,9 +78,12 @@ def test_time_and_flop() -> None:
 def test_only_the_head_trained() -> None:
     """No block has a backward: nothing of any waits."""
     held = Holding(frozen(WHOLE, ["model.*"]), Layout(Mesh(dp_shard=8), "parameters"))
-    found = memory(held, replace(Policy(), reshard=False), BF16, Batch(), usable_bytes=10**11, kind="cuda")
-    wide = 3 * 2 * WHOLE.ffn * 4096  # of a block on its way forward: gate, up and their product, in bf16
-    assert wide < found.parts_bytes["activations"] <= wide + 4096 * 4096 * 2 * 4
+    tokens, policy = 65_536, replace(Policy(), reshard=False)
+    found = memory(held, policy, BF16, Batch(seq_len=tokens), usable_bytes=10**11, kind="cuda")
+    wide = 3 * 2 * WHOLE.ffn * tokens  # of a block on its way forward: gate, up and their product, in bf16
+    assert wide < found.parts_bytes["activations"] <= wide + 2 * 4 * WHOLE.hidden * tokens
+    short = memory(held, policy, BF16, Batch(seq_len=4096), usable_bytes=10**11, kind="cuda")
+    assert short.parts_bytes["activations"] < 2 * 4 * WHOLE.hidden * 4096
 
 
 PATTERNS: dict[str, tuple[str, ...]] = {
