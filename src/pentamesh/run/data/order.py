@@ -35,16 +35,19 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
     Shapes: lengths [n], decreasing and none above `capacity`; returned [n] int32.
     """
-    packs, room = np.empty(len(lengths), np.int32), np.empty(0, np.int64)
+    packs, num_packs = np.empty(len(lengths), np.int32), 0
+    which, room = np.empty(0, np.int32), np.empty(0, np.int64)  # the packs that have room, and how much
     starts = np.flatnonzero(np.diff(lengths, prepend=-1))
     for start, stop in zip(starts, [*starts[1:], len(lengths)], strict=True):
         length = max(1, int(lengths[start]))
         opened = -(-max(0, stop - start - int((room // length).sum())) // (capacity // length))
-        room = np.concatenate([room, np.full(opened, capacity)])
+        which, room = np.concatenate([which, np.arange(num_packs, num_packs + opened)]), np.concatenate([room, np.full(opened, capacity)])
+        num_packs += opened
         fits = room // length
         taken = np.minimum(fits, np.maximum(0, stop - start - (np.cumsum(fits) - fits)))
-        packs[start:stop] = np.repeat(np.arange(len(room)), taken)
+        packs[start:stop] = np.repeat(which, taken)
         room = room - taken * length
+        which, room = (kept[room >= lengths[-1]] for kept in (which, room))
     return packs
 
 
