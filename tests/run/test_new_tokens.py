@@ -178,6 +178,25 @@ def test_tokens_that_cannot_be_new(tmp_path: Path) -> None:
     assert problems_of(asked("")) == ["new_tokens = [''] is not a list of text"]
 
 
+@pytest.mark.parametrize(
+    ("tied", "patterns", "said"),
+    [
+        (False, ["*norm*", "*embed*"], "*embed* freezes model.embed_tokens.weight,"),
+        (False, ["lm_head.*"], "lm_head.* freezes lm_head.weight,"),
+        (True, ["model.embed_tokens.*"], "model.embed_tokens.* freezes model.embed_tokens.weight and lm_head.weight,"),
+    ],
+)
+def test_new_rows_that_are_frozen(tmp_path: Path, tied: bool, patterns: list[str], said: str) -> None:
+    toy.model_folder(tmp_path / "model", tie_word_embeddings=tied)
+    with pytest.raises(InputError) as caught:
+        planned(read_asked(job_with(tmp_path, NEW, training__freeze=patterns)))
+    (problem,) = caught.value.problems
+    assert problem.what.startswith(said)
+    assert problem.where == "training.freeze"
+    assert "leave model.new_tokens out" in problem.hint
+    planned(read_asked(job_with(tmp_path, [], training__freeze=patterns)))
+
+
 def test_a_model_whose_tokenizer_is_elsewhere() -> None:
     job = read_job_text("model:\n  name: llama-3.1-8b\n  new_tokens: ['<a>']\n", "job.yaml")[0]
     model = model_of(job)
