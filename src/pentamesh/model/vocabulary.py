@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from pentamesh.errors import InputError, Problem
+from pentamesh.model.declared import declared
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.spec import ModelSpec
+from pentamesh.model.spelling import spellings_of
 
 __all__ = ["WHERE", "Vocabulary", "existing", "grown", "vocabulary"]
 
@@ -18,16 +20,22 @@ WHERE = "model.new_tokens"
 
 
 class Vocabulary(NamedTuple):
-    """Tokens by their text, as far as that can be read here, and the id of the next that is added."""
+    """Tokens by how they are spelled, as far as that can be read here, the id of the next that is added, and how a text may be spelled."""
 
     ids: Mapping[str, int]
     next_id: int
+    spellings: tuple[Callable[[str], str], ...] = (str,)
+
+    def id_of(self, text: str) -> int | None:
+        """The id of the token that stands for `text`, if there is one."""
+        return next((self.ids[spelled] for spell in self.spellings if (spelled := spell(text)) in self.ids), None)
 
 
 def vocabulary(files: Path | None) -> Vocabulary | None:
-    """What a model folder's tokenizer.json, or a GGUF file, says; None where there is neither. Raises InputError.
+    """What a model folder's tokenizer.json and the files beside it, or a GGUF file, say; None where there is neither. Raises InputError.
 
-    The next id is behind both the tokens that were learned and those that were added. Source: huggingface/tokenizers, AddedVocabulary::add_tokens.
+    The next id is behind the tokens that were learned, those that were added, and those that are when they are loaded.
+    Source: huggingface/tokenizers, AddedVocabulary::add_tokens.
     """
     if files is not None and files.is_file():
         from pentamesh.model.gguf import read_gguf  # few plans read one
@@ -42,17 +50,20 @@ def vocabulary(files: Path | None) -> Vocabulary | None:
         learned = found["model"]["vocab"]
         ids = dict(learned) if isinstance(learned, dict) else {token: place for place, (token, *_) in enumerate(learned)}
         added = {token["content"]: token["id"] for token in found.get("added_tokens") or ()}
-        return Vocabulary(ids | added, max(len(ids), max(added.values(), default=-1) + 1))
+        spellings = spellings_of(found)
+        next_id = max(len(ids), max(added.values(), default=-1) + 1)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"its tokens cannot be read ({type(error).__name__}: {error})", where=str(path), hint="download the folder again") from error
+    ids |= added
+    absent = [token for token in dict.fromkeys(declared(path.parent)) if token not in ids]
+    return Vocabulary(ids | {token: next_id + place for place, token in enumerate(absent)}, next_id + len(absent), spellings)
 
 
-def existing(tokens: Sequence[str], ids: Mapping[str, int] | Collection[str]) -> Iterator[Problem]:
-    """A problem for each of `tokens` that the vocabulary has already."""
+def existing(tokens: Sequence[str], id_of: Callable[[str], int | None]) -> Iterator[Problem]:
+    """A problem for each of `tokens` that the vocabulary has already, by `id_of`."""
     for token in tokens:
-        if token in ids:
-            as_what = f" (id {ids[token]})" if isinstance(ids, Mapping) else ""
-            yield Problem(f"{token!r} is a token of this model already{as_what}", WHERE, "leave it out: it needs no row of its own")
+        if (found := id_of(token)) is not None:
+            yield Problem(f"{token!r} is a token of this model already (id {found})", WHERE, "leave it out: it needs no row of its own")
 
 
 def grown(model: ModelSpec, tokens: Sequence[str], known: Vocabulary | None) -> ModelSpec:
@@ -64,7 +75,7 @@ def grown(model: ModelSpec, tokens: Sequence[str], known: Vocabulary | None) -> 
         return model
     if not model.is_described:
         raise InputError(f"new tokens need a model of a described family, and {model.name} is of none", where=WHERE, hint="leave them out")
-    if known is not None and (problems := [*existing(tokens, known.ids)]):
+    if known is not None and (problems := [*existing(tokens, known.id_of)]):
         raise InputError(*problems)
     first = known.next_id if known is not None else model.vocab
     rows = max(model.vocab, first + len(tokens))

@@ -37,11 +37,19 @@ def with_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> li
     """Add `tokens` as special ones, so that text is split around each, and return their ids. Raises InputError for those that it has."""
     if not tokens:
         return []
-    if problems := [*existing(tokens, tokenizer.get_vocab())]:
+    ids = tokenizer.get_vocab()
+    if problems := [*existing(tokens, lambda text: ids[text] if text in ids else _learned(tokenizer, text))]:
         raise InputError(*problems)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True)
     ids = tokenizer.get_vocab()
     return [ids[token] for token in tokens]
+
+
+def _learned(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
+    """The id of the one token that `text` is made of already, however the vocabulary spells it."""
+    found = tokenizer.encode(text, add_special_tokens=False)
+    whole = len(found) == 1 and tokenizer.decode(found, clean_up_tokenization_spaces=False) == text
+    return found[0] if whole else None
 
 
 def grown_folder(source: Path, tokens: Sequence[str], folder: Path, tokenizer_of: Callable[[Path], PreTrainedTokenizerBase]) -> Path:
