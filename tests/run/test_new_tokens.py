@@ -142,6 +142,38 @@ def test_a_base_in_several_files(tmp_path: Path) -> None:
         assert torch.equal(parameter[: len(theirs[name])], theirs[name]), name
 
 
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "additional_chat_templates/tool.jinja", "merges.txt", "vocab.txt", "LICENSE", "tokenizer.json"]
+)
+def test_what_was_grown_follows_its_source(tmp_path: Path, name: str) -> None:
+    """A file that goes along, once added and once changed, makes the folder anew; one that does not leaves it."""
+    base, asked = toy.model_folder(tmp_path / "model"), Model(name=str(tmp_path / "model"), new_tokens=tuple(NEW))
+
+    def is_new() -> bool:
+        mark = model_folder(asked, tmp_path / "base") / "mark"
+        was_there = mark.exists()
+        mark.touch()
+        return not was_there
+
+    assert is_new()
+    (base / "README.md").write_text("of the model")
+    assert not is_new()
+    path = base / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text((path.read_text() if path.exists() else "{{ messages }}") + "\n")
+    assert is_new()
+    path.write_text(path.read_text() + "\n")
+    assert is_new()
+    assert not is_new()
+
+
+def test_a_template_that_changes_reaches_what_was_grown(tmp_path: Path) -> None:
+    base, asked = toy.model_folder(tmp_path / "model"), Model(name=str(tmp_path / "model"), new_tokens=tuple(NEW))
+    model_folder(asked, tmp_path / "base")
+    (base / "chat_template.jinja").write_text(toy.CHATML + "the end")
+    assert tokenizer_of(model_folder(asked, tmp_path / "base")).chat_template == toy.CHATML + "the end"
+
+
 def test_a_gguf_file_with_new_tokens(tmp_path: Path) -> None:
     write_gguf(toy.model_folder(tmp_path / "hf", intermediate_size=64), tmp_path / "toy.gguf", "Q8_0")
     asked = Model(name=str(tmp_path / "toy.gguf"), new_tokens=tuple(NEW))

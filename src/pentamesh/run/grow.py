@@ -20,7 +20,7 @@ from safetensors import safe_open
 from transformers import AddedToken, PreTrainedTokenizerBase
 
 from pentamesh.checkpoint.disk import check_room, discard, publish, write_text
-from pentamesh.checkpoint.export import PASSED_ON, RECORD, copy_companions
+from pentamesh.checkpoint.export import COMPANIONS, PASSED_ON, RECORD, copy_companions
 from pentamesh.checkpoint.headers import write_tensors
 from pentamesh.checkpoint.weights import INDEX, SINGLE, Stored, Weights, file_name
 from pentamesh.errors import InputError
@@ -78,9 +78,10 @@ def grown_folder(source: Path, tokens: Sequence[str], folder: Path, tokenizer_of
 
 
 def _files(source: Path) -> dict[str, list[int]]:
-    """Size and time of what decides the content: all but texts about it."""
-    found = sorted(path for pattern in ("*.safetensors", "*.json", "*.model") for path in source.glob(pattern) if path.name != RECORD)
-    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in found}
+    """Size and time of every file that decides the content, by its name in the folder: weights, and what goes along with them."""
+    found = {path for pattern in ("*.safetensors", "*.json", "*.model", *COMPANIONS) for path in source.glob(pattern) if path.is_file()}
+    kept = sorted(found - {source / RECORD})
+    return {path.relative_to(source).as_posix(): [path.stat().st_size, path.stat().st_mtime_ns] for path in kept}
 
 
 def _write(source: Path, tokens: Sequence[str], partial: Path, tokenizer: PreTrainedTokenizerBase) -> None:
