@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,18 @@ def test_new_rows_that_are_frozen(tmp_path: Path, tied: bool, patterns: list[str
     assert problem.where == "training.freeze"
     assert "leave model.new_tokens out" in problem.hint
     planned(read_asked(job_with(tmp_path, [], training__freeze=patterns)))
+
+
+def test_a_run_goes_on_with_the_tokens_that_it_began_with(tmp_path: Path) -> None:
+    """In their order: rows would be of the same size, and ids of other texts."""
+    rows_with(tmp_path / "rows.jsonl", NEW)
+    trained(job_with(tmp_path, NEW, training__steps=4), Options(stop_at=2))
+    for other in (NEW[::-1], ["<a>", NEW[1]]):
+        with pytest.raises(InputError, match=re.escape(f"in their order ({NEW[0]!r}, {NEW[1]!r})")) as caught:
+            trained(job_with(tmp_path, other, training__steps=4, training__freeze=["*norm*"]), Options(resume=True))
+        assert [p.where for p in caught.value.problems] == ["training.freeze", "model.new_tokens"]
+        assert all("pentamesh export" in p.hint for p in caught.value.problems)
+    trained(job_with(tmp_path, NEW, training__steps=4), Options(resume=True))
 
 
 def test_a_model_whose_tokenizer_is_elsewhere() -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,9 @@ import yaml
 
 from pentamesh.checkpoint.keep import published
 from pentamesh.errors import DoesNotFit, Drift, InputError, PentameshError, Problem, RunFailed
+from pentamesh.job.job import Job
+from pentamesh.model.frozen import frozen
+from pentamesh.model.read import read_model
 from pentamesh.plan.drift import check_model
 from pentamesh.plan.plan import Plan
 from pentamesh.run.asked import Asked, planned
@@ -127,16 +130,32 @@ def _after(folder: RunFolder, plan: Plan, options: Options) -> Plan:
         export = f"`pentamesh export {format_path(folder.path)}`"
         hint = f"run it on {before} processes (hardware, layout), or start anew in another logging.folder from {export}"
         raise InputError(f"a run of {before} processes is resumed on as many so far, not on {now}", where="hardware", hint=hint)
-    hint = f"put the model back as it was, or start anew in another logging.folder from `pentamesh export {format_path(folder.path)}`"
-    check_model(earlier.model, plan.model, f"{plan.job.model.name}, the model of the checkpoint", hint)
-    if (was := earlier.job.training.freeze) != plan.job.training.freeze:
-        what = f"what is frozen is not what it was ({', '.join(was) or 'nothing'}): the checkpoint has optimizer state of what was trained"
-        hint = f"put freeze back, or start anew in another logging.folder from `pentamesh export {format_path(folder.path)}`"
-        raise InputError(what, where="training.freeze", hint=hint)
+    anew = f"or start anew in another logging.folder from `pentamesh export {format_path(folder.path)}`"
+    check_model(earlier.model, plan.model, f"{plan.job.model.name}, the model of the checkpoint", f"put the model back as it was, {anew}")
+    if problems := [*_other_state(earlier.job, plan.job, anew)]:
+        raise InputError(*problems)
     if earlier.fingerprint == plan.fingerprint:
         return replace(plan, parent=earlier.parent)
     print("the plan changed since the checkpoint:\n" + "\n".join(_changes(earlier.to_json(), plan.to_json())), file=sys.stderr)  # noqa: T201
     return replace(plan, parent=earlier.fingerprint)
+
+
+def _other_state(earlier: Job, job: Job, anew: str) -> Iterator[Problem]:
+    """What makes the state in a checkpoint that of other parameters or tokens, in a model of the same sizes."""
+    was, now = earlier.training.freeze, job.training.freeze
+    if was != now and _trained(job, was) != _trained(job, now):
+        what = f"what is frozen is not what it was ({', '.join(was) or 'nothing'}): the checkpoint has optimizer state of what was trained"
+        yield Problem(what, "training.freeze", f"put freeze back, {anew}")
+    if (tokens := earlier.model.new_tokens) != job.model.new_tokens:
+        said = ", ".join(map(repr, tokens)) or "none"
+        what = f"the new tokens are not those that were, in their order ({said}): the checkpoint has their rows in that order"
+        yield Problem(what, "model.new_tokens", f"put new_tokens back, {anew}")
+
+
+def _trained(job: Job, freeze: Sequence[str]) -> set[str]:
+    """Names of what would be trained of a job's model if it froze by these patterns."""
+    model = frozen(read_model(job.model.name, revision=job.model.revision), freeze)
+    return {t.name for t in model.parameters if t.trained}
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
