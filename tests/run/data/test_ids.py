@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], list[int]]] = 
     "padding before": ({}, {"input_ids": [0, 0, 5, 6], "attention_mask": [0, 0, 1, 1]}, [5, 6], [1, 1]),
     "labels under padding": ({}, {"input_ids": [5, 6, 0], "labels": [5, 6, 9], "attention_mask": [1, 1, 0]}, [5, 6], [1, 1]),
     "a mask that keeps all": ({}, {"input_ids": [5, 6], "attention_mask": [1, 1]}, [5, 6], [1, 1]),
-    "fields that are null": ({}, {"input_ids": [5, 6], "labels": None, "attention_mask": None}, [5, 6], [1, 1]),
+    "fields that are null": ({}, {"input_ids": [5, 6], "labels": None, "attention_mask": None, "loss_mask": None}, [5, 6], [1, 1]),
     "the end of text is an id like any": ({}, {"input_ids": [5, 2, 2], "labels": [N, 2, N]}, [5, 2, 2], [0, 1, 0]),
     "messages beside them": ({}, {"input_ids": [5, 6], "messages": [{"role": "user", "content": "x"}], "text": "x"}, [5, 6], [1, 1]),
     "other names": (
@@ -94,6 +94,15 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "a mask of other numbers": ({"input_ids": [5, 6], "attention_mask": [1, 2]}, "`attention_mask[1]` is 2, neither 0 nor 1"),
     "a mask with a hole": ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "`attention_mask[1]` is 0 between tokens"),
     "nothing but padding": ({"input_ids": [0, 0], "attention_mask": [0, 0]}, "`attention_mask` has no 1: all of the row is padding"),
+    **{
+        f"what is trained under the name {name}": (
+            {"input_ids": [5, 6], name: [0, 1]},
+            f"`{name}` is not read: write `labels`, each its own token where it is trained and -100 where not",
+        )
+        for name in ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
+    },
+    "a mask beside labels": ({"input_ids": [5, 6], "labels": [N, 6], "loss_mask": [0, 1]}, "take `loss_mask` out"),
+    "positions": ({"input_ids": [5, 6], "position_ids": [0, 0]}, "`position_ids` are not read: positions count from 0 in each row"),
     "tools beside ids": ({"input_ids": [5], "tools": [{"name": "f"}]}, "`tools` are given, and the row has no turns"),
 }
 

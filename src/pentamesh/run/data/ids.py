@@ -16,6 +16,8 @@ from pentamesh.run.data.kinds import kind
 __all__ = ["Ids", "read_ids"]
 
 IGNORED = -100
+# Other libraries' fields for what `labels` say here.
+MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 # Ids are kept as int32.
 MAX_ID = 2**31 - 1
 
@@ -30,6 +32,8 @@ class Ids:
 
 def read_ids(value: Mapping[str, Any], names: Mapping[str, str]) -> Ids | str:
     """The tokens of a row, or what is wrong with them. `names` says what the file calls its fields."""
+    if fault := _unread_fault(value):
+        return fault
     columns = [key for key in ("input_ids", "labels", "attention_mask") if value.get(key) is not None or key == "input_ids"]
     if fault := next((found for key in columns if (found := _list_fault(value[key], names[key]))), ""):
         return fault
@@ -43,6 +47,13 @@ def read_ids(value: Mapping[str, Any], names: Mapping[str, str]) -> Ids | str:
         return kept
     labels = value["labels"] if "labels" in columns else ids
     return _fault(ids, labels, kept, names) or Ids(ids[kept], [label != IGNORED for label in labels[kept]])
+
+
+def _unread_fault(value: Mapping[str, Any]) -> str:
+    """A field that says what is trained, or where tokens stand, and is none of ours: without it the row would be another one."""
+    if mask := next((key for key in MASKS if value.get(key) is not None), ""):
+        return f"`{mask}` is not read: write `labels`, each its own token where it is trained and {IGNORED} where not, and take `{mask}` out"
+    return "" if value.get("position_ids") is None else "`position_ids` are not read: positions count from 0 in each row, take the field out"
 
 
 def _list_fault(value: Any, name: str) -> str:
