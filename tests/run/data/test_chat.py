@@ -120,9 +120,49 @@ def test_the_end_of_text_ends_the_last_answer_of_a_template_that_ends_no_turn(st
     assert chat.spans(Conversation(messages[:3], (2,)))[0] == "user: hello\nassistant: fine\nuser: how\n"
 
 
-def test_a_template_that_marks_nothing_leaves_nothing_to_train(styled: Any, talk: Any) -> None:
-    tokenizer = styled("chatml", NO_ENDS + "{% if false %}{% generation %}{% endgeneration %}{% endif %}")
-    assert encode_chat(tokenizer, talk("hello", "fine")).num_trained == 0
+ANSWERS = """{%- for m in messages -%}{{ m.role + ':' }}
+{%- if m.role == 'assistant' -%}{%- generation -%}{{ m.content }}{%- endgeneration -%}{%- else -%}{{ m.content }}{%- endif -%}
+{%- endfor -%}"""
+# What a template marks, and the faults that are named, for a talk of two questions with an answer each.
+MISPLACED: dict[str, tuple[str, list[str]]] = {
+    "nothing": (
+        NO_ENDS + "{% if false %}{% generation %}{% endgeneration %}{% endif %}",
+        ["does not mark messages[1] of the role assistant", "does not mark messages[3] of the role assistant"],
+    ),
+    "the questions": (
+        ANSWERS.replace("'assistant'", "'user'"),
+        [
+            "marks messages[0] of the role user",
+            "does not mark messages[1] of the role assistant",
+            "marks messages[2] of the role user",
+            "does not mark messages[3] of the role assistant",
+        ],
+    ),
+    "all of it": (
+        f"{{% generation %}}{NO_ENDS}{{% endgeneration %}}",
+        ["marks messages[0] of the role user", "marks messages[2] of the role user"],
+    ),
+    "the last answer alone": (
+        ANSWERS.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last"),
+        ["does not mark messages[1] of the role assistant"],
+    ),
+    "what it should": (ANSWERS, []),
+}
+
+
+@pytest.mark.parametrize("case", MISPLACED)
+def test_marks_around_anything_but_the_answers_are_refused(styled: Any, talk: Any, case: str) -> None:
+    template, expected = MISPLACED[case]
+    chat, messages = Chat.of(styled("chatml", template)), talk("hello", "fine", "how", "bye")
+    if not expected:
+        assert chat.encode(Conversation(messages, (1, 3))).num_trained
+        return
+    for trained in ((1, 3), (0, 1, 2, 3)):  # the second is known by its shape
+        with pytest.raises(InputError) as error:
+            chat.encode(Conversation(messages, trained))
+        found = [problem.what for problem in error.value.problems]
+        assert found == [f"the chat template {what} as what the assistant writes" for what in expected]
+        assert "mend {% generation %} in the chat template, or take it out" in error.value.problems[0].hint
 
 
 def test_a_template_without_generation_prompt_does_not_train_the_header(styled: Any, talk: Any) -> None:

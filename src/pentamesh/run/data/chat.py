@@ -18,6 +18,7 @@ from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pentamesh.errors import InputError, Problem
+from pentamesh.run.data.marks import misplaced
 from pentamesh.run.data.shown import lost_thoughts, shape, unseen
 from pentamesh.run.data.spans import PLACE, Ends, Rendered, Span
 from pentamesh.run.data.tokens import Encoded
@@ -46,7 +47,7 @@ class Chat:
     """A tokenizer's chat template, ready to encode.
 
     marks   the template says itself, by `{% generation %}`, what the assistant writes
-    faults  of conversations of each shape, what the template does not show of them
+    faults  of conversations of each shape, what the template does not show of them, or marks wrongly
     """
 
     tokenizer: Any
@@ -94,7 +95,7 @@ class Chat:
             spans[-1] = (spans[-1][0], len(text))
         key = shape(talk)
         if key not in self.faults:
-            self.faults[key] = unseen(talk, self._render)
+            self.faults[key] = [*unseen(talk, self._render), *(misplaced(talk, self._marked) if self.marks else [])]
         if lost := [*self.faults[key], *lost_thoughts(talk, text)]:
             raise InputError(*lost)
         return text, spans

@@ -9,7 +9,7 @@ from pentamesh.errors import InputError, Problem
 from pentamesh.run.data.tools import Function
 from pentamesh.run.data.turns import Conversation, Message
 
-__all__ = ["lost_thoughts", "shape", "unseen"]
+__all__ = ["lost_thoughts", "shape", "told_apart", "unseen"]
 
 OTHER_TEMPLATE = "give data.chat_template one that shows it, or take a model whose template does"
 END_OF_THOUGHT = "</think>"
@@ -24,14 +24,20 @@ def shape(talk: Conversation) -> tuple[object, ...]:
     )
 
 
-def unseen(talk: Conversation, render: Callable[[Conversation], str]) -> list[Problem]:
-    """What the template never shows to the model: the run would not be what was asked. A template may show thoughts in some turns only."""
+def told_apart(talk: Conversation) -> tuple[Conversation, dict[str, str]]:
+    """The conversation with a mark of its own in place of each thing that it says, and of each mark what it stands for."""
     marks = map(chr, count(FIRST))
     said: dict[str, str] = {}
     messages = [_marked(message, f"messages[{i}]", marks, said) for i, message in enumerate(talk.messages)]
     tools = [_named(tool, f"tools[{i}]", marks, said) for i, tool in enumerate(talk.tools)]
+    return Conversation(messages, talk.trained, tools), said
+
+
+def unseen(talk: Conversation, render: Callable[[Conversation], str]) -> list[Problem]:
+    """What the template never shows to the model: the run would not be what was asked. A template may show thoughts in some turns only."""
+    apart, said = told_apart(talk)
     try:
-        text = render(Conversation(messages, talk.trained, tools))
+        text = render(apart)
     except InputError:  # a template that looks into what is said, such as the letters of a call's name
         return []
     missing = [what for mark, what in said.items() if mark not in text]
