@@ -158,6 +158,49 @@ def test_faults_are_told_in_the_names_of_the_file(write_rows: Any, data: dict[st
     assert f"{path}:1" in str(error.value)
 
 
+NEARLY: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    *(
+        ({}, {"messages": [TALK[0], {**TALK[1], key: [{"name": "f"}] if "l" in key else "x"}]}, f"`messages[1].{key}` is not read", meant)
+        for key, meant in {
+            "toolCalls": "tool_calls",
+            "toolcalls": "tool_calls",
+            "reasoningContent": "reasoning_content",
+            "thoughts": "reasoning_content",
+            "Weight": "weight",
+            "Content": "content",
+        }.items()
+    ),
+    ({}, {"messages": [TALK[0], {"role": "assistant", "Content": "x"}]}, "`messages[1].Content` is not read", "content"),
+    ({}, {"messages": [{"Role": "user", "content": "x"}]}, "`messages[0].Role` is not read", "role"),
+    ({"columns": NAMES}, {"dialog": [{**DIALOG[0], "Speaker": "x"}]}, "`dialog[0].Speaker` is not read", "speaker"),
+    ({}, {"messages": TALK, "Tools": [{"name": "f"}]}, "`Tools` is not read", "tools"),
+    ({"columns": {"system": "told"}}, {"conversations": [{"from": "gpt", "value": "x"}], "Told": "x"}, "`Told` is not read", "told"),
+    ({}, {"instruction": "x", "Input": "z", "output": "y"}, "`Input` is not read", "input"),
+    ({}, {"input_ids": [5, 6], "Labels": [-100, 6]}, "`Labels` is not read", "labels"),
+]
+
+
+@pytest.mark.parametrize(("data", "row", "expected", "meant"), NEARLY)
+def test_a_field_that_is_nearly_one_of_ours_is_not_left_out(write_rows: Any, data: Any, row: dict[str, Any], expected: str, meant: str) -> None:
+    path = write_rows([row])
+    with pytest.raises(InputError) as error:
+        read(path, **data)
+    assert [(problem.what, problem.where, problem.hint) for problem in error.value.problems] == [
+        (expected, f"{path}:1", f"did you mean `{meant}`?"),
+    ]
+
+
+def test_other_fields_may_stand_beside_ours(write_rows: Any) -> None:
+    row = {"messages": [{**TALK[0], "id": 3, "toolCalls": None}, {**TALK[1], "thoughts": "", "From": "x"}], "Prompt": "x", "Text": 3, "Tools": []}
+    (sample,) = read(write_rows([row]))
+    assert isinstance(sample.content, Conversation)
+    assert [message["content"] for message in sample.content.messages] == ["hello", "fine"]
+    columns = {"reasoning_content": "thoughts", "system": "told"}
+    (sample,) = read(write_rows([{"conversations": [{"from": "gpt", "value": "x", "thoughts": "y"}], "System": "z"}]), columns=columns)
+    assert isinstance(sample.content, Conversation)
+    assert sample.content.messages == [{"role": "assistant", "content": "x", "reasoning_content": "y"}]
+
+
 def encoded(tokenizer: Any, content: Any, form: Form = "prompt_completion") -> Encoded:
     found = encoder(tokenizer, form)(Sample("here", content))
     assert isinstance(found, Encoded), found

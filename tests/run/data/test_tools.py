@@ -57,6 +57,8 @@ SPELLINGS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "sharegpt, a list": (shared_gpt(json.dumps([FUNCTION]), "function"), []),
     "sharegpt with tools as text": (shared_gpt(json.dumps(FUNCTION), "tool", tools=json.dumps([TOOL["function"]])), [TOOL]),
     "tools as a list": (calling(tool_calls=CALLS) | {"tools": [TOOL]}, [TOOL]),
+    "functions": (calling(tool_calls=CALLS) | {"functions": [TOOL]}, [TOOL]),
+    "functions that are tools": (calling(tool_calls=CALLS) | {"functions": [TOOL["function"]], "tools": [TOOL]}, [TOOL]),
     "tools without the wrapping": (calling(tool_calls=CALLS) | {"tools": [TOOL["function"]]}, [TOOL]),
     "tools that are none": (calling(tool_calls=CALLS) | {"tools": "[]"}, []),
 }
@@ -116,6 +118,8 @@ def with_call(call: Any) -> dict[str, Any]:
 
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "tools that are an object": (messages(tools={"name": "f"}), "`tools` is an object, not a list"),
+    "functions that are not the tools": (messages(tools=[TOOL], functions=[{"name": "f"}]), "`tools` and `functions` are both given and differ"),
+    "functions that are names": (messages(functions=["f"]), "`functions[0]` is a string, not an object"),
     "tools that are a number": (messages(tools=3), "`tools` is a number, not a list"),
     "tools as Python prints them": (messages(tools="[{'name': 'f'}]"), "`tools` is text that is not JSON: Expecting property name"),
     "tools cut short": (messages(tools='[{"name": "f"'), "`tools` is text that is not JSON"),

@@ -22,9 +22,9 @@ from pentamesh.errors import InputError, Problem
 from pentamesh.job.job import Data
 from pentamesh.run.data.ids import Ids, read_ids
 from pentamesh.run.data.kinds import kind, string_fault
-from pentamesh.run.data.names import Names
+from pentamesh.run.data.names import Names, mistaken
 from pentamesh.run.data.rows import Place, Problems, Row, read_rows
-from pentamesh.run.data.tools import read_tools
+from pentamesh.run.data.tools import Function, read_tools
 from pentamesh.run.data.trained import conversation
 from pentamesh.run.data.turns import MESSAGES, SHAREGPT, Conversation, Turn, read_turns
 
@@ -76,9 +76,10 @@ class Given:
 
 @dataclass(frozen=True)
 class Shape:
-    """A form: the keys that give it away, a row of it, and how its content is read."""
+    """A form: the keys that give it away, those that may stand beside them, a row of it, and how its content is read."""
 
     keys: tuple[str, ...]
+    beside: tuple[str, ...]
     example: str
     read: Callable[[Given], Content | list[Problem]]
 
@@ -121,12 +122,25 @@ def content_of(row: Row, form: Form, data: Data) -> Content | list[Problem]:
     if any(key not in given.value for key in FORMS[form].keys):
         return [_missing(row, form, names)]
     found = FORMS[form].read(given)
-    tools, faults = read_tools(given.value.get("tools"), names["tools"], row.where)
+    tools, faults = _tools(given, turns=not isinstance(found, Pair | str | Ids))
+    known = {names[key]: names[key] for key in FORMS[form].keys + FORMS[form].beside}
+    faults += [Problem(f"`{key}` is not read", row.where, f"did you mean `{meant}`?") for key, meant in mistaken(row.value, known).items()]
     if isinstance(found, list) or faults:
         return (found if isinstance(found, list) else []) + faults
     if isinstance(found, Conversation):
         return replace(found, tools=tools)
     return list(_without_turns(given, bool(tools))) or found
+
+
+def _tools(row: Given, *, turns: bool) -> tuple[list[Function], list[Problem]]:
+    """The tools of a row; beside turns `functions` are the same under another name."""
+    tools, faults = read_tools(row.value.get("tools"), row.names["tools"], row.where)
+    if not turns or "tools" in row.names:
+        return tools, faults
+    functions, more = read_tools(row.value.get("functions"), "functions", row.where)
+    if tools and functions and tools != functions:
+        more.append(Problem("`tools` and `functions` are both given and differ", row.where, "keep one of them"))
+    return tools or functions, faults + more
 
 
 def _without_turns(row: Given, tools: bool) -> Iterator[Problem]:
@@ -219,10 +233,15 @@ def _system(row: Given) -> tuple[list[Turn], list[Problem]]:
 
 # In the order in which a row is tried: a row of tokens may have the messages that they were made of beside them, one of messages a text.
 FORMS: dict[Form, Shape] = {
-    "tokens": Shape(("input_ids",), '{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}', _tokens),
-    "messages": Shape(("messages",), f"{{{MESSAGES.example}}}", _messages),
-    "sharegpt": Shape(("conversations",), f"{{{SHAREGPT.example}}}", _sharegpt),
-    "alpaca": Shape(("instruction", "output"), '{"instruction": "...", "input": "...", "output": "..."}', _alpaca),
-    "prompt_completion": Shape(("prompt", "completion"), '{"prompt": "...", "completion": "..."}', _prompt_completion),
-    "text": Shape(("text",), '{"text": "..."}', _text),
+    "tokens": Shape(("input_ids",), ("labels", "attention_mask"), '{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}', _tokens),
+    "messages": Shape(("messages",), ("tools", "functions"), f"{{{MESSAGES.example}}}", _messages),
+    "sharegpt": Shape(("conversations",), ("system", "tools", "functions"), f"{{{SHAREGPT.example}}}", _sharegpt),
+    "alpaca": Shape(
+        ("instruction", "output"),
+        ("input", "system", "history", "tools", "functions"),
+        '{"instruction": "...", "input": "...", "output": "..."}',
+        _alpaca,
+    ),
+    "prompt_completion": Shape(("prompt", "completion"), ("tools", "functions"), '{"prompt": "...", "completion": "..."}', _prompt_completion),
+    "text": Shape(("text",), (), '{"text": "..."}', _text),
 }

@@ -9,7 +9,7 @@ from typing import Any
 from pentamesh.errors import Problem
 from pentamesh.job.job import Data
 from pentamesh.run.data.kinds import kind, string_fault
-from pentamesh.run.data.names import Names
+from pentamesh.run.data.names import Names, mistaken
 from pentamesh.run.data.tools import Function, read_calls
 
 __all__ = ["MESSAGES", "REASONING", "SHAREGPT", "Conversation", "Message", "Spelling", "Turn", "answers", "read_turns"]
@@ -21,6 +21,8 @@ TOOL_ROLES = dict.fromkeys(("tool", "tools", "ipython", "observation", "function
 # The turn of sharegpt whose value is a call, or a list of calls.
 CALLING = "function_call"
 REASONING = ("reasoning_content", "thinking", "reasoning")
+# What a turn may say beside its role and content.
+FIELDS = ("tool_calls", "function_call", *REASONING, "train", "weight", "tool_call_id", "name")
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,12 @@ class Spelling:
         return Spelling(place, names[self.role], names[self.content], {**self.roles, **data.roles}, names)
 
     @property
+    def known(self) -> dict[str, str]:
+        """Of every field of a turn what the files call it; `thoughts` has a name that templates read."""
+        fields = {self.names[key]: self.names[key] for key in FIELDS}
+        return {"thoughts": self.names["reasoning_content"]} | fields | {self.role: self.role, self.content: self.content}
+
+    @property
     def example(self) -> str:
         user, assistant = (next(name for name, role in self.roles.items() if role == wanted) for wanted in ("user", "assistant"))
         turns = (f'{{"{self.role}": "{name}", "{self.content}": "..."}}' for name in (user, assistant))
@@ -102,6 +110,8 @@ def _turn(turn: Any, spelling: Spelling, where: str) -> tuple[Turn, list[Problem
     if not isinstance(turn, dict):
         example = f'a turn has a "{spelling.role}" and a "{spelling.content}"'
         return Turn({}), [Problem(f"`{spelling.field}` is {kind(turn)}, not an object", where, example)]
+    if near := mistaken(turn, spelling.known):
+        return Turn({}), [Problem(f"`{spelling.field}.{key}` is not read", where, f"did you mean `{meant}`?") for key, meant in near.items()]
     if spelling.role not in turn:
         renamed = f"data.columns says so; the turn has {', '.join(map(str, turn)) or 'nothing'}" if spelling.role in spelling.names.values() else ""
         hint = renamed or _other_spelling(turn) or f"roles: {', '.join(spelling.roles)}"
