@@ -140,6 +140,30 @@ def turns(*said: dict[str, Any], **more: Any) -> Callable[[Path], Any]:
 # What is done to the folder, overrides, the place that is named, and what is said of it.
 CASES: dict[str, tuple[Callable[[Path], Any], list[str], str, str]] = {
     "truncated line": (content(LINE + LINE[:40]), [], "rows.jsonl:2", "not JSON"),
+    "a key that is twice": (
+        content(LINE + b'{"messages": [{"role": "user", "content": "q", "content": "z"}]}\n'),
+        [],
+        "rows.jsonl:2",
+        "`content` is twice in one object",
+    ),
+    "a key that is twice in an array": (
+        write("rows.json", b"[" + LINE + b',{"text": "x", "text": "y"}]'),
+        ["data.train=rows.json"],
+        "rows.json[1]",
+        "`text` is twice in one object",
+    ),
+    "a key that is twice in the first of lines": (
+        write("rows.json", b'{"text": "x", "text": "y"}\n' + LINE),
+        ["data.train=rows.json"],
+        "rows.json:1",
+        "`text` is twice in one object",
+    ),
+    "a key that is twice in the only object": (
+        write("rows.json", b'{"text": "x",\n"text": "y"}\n'),
+        ["data.train=rows.json"],
+        "rows.json",
+        "`text` is twice in one object",
+    ),
     "wrong type": (content(LINE + row(messages="x")), [], "rows.jsonl:2", "`messages` is a string, not a list"),
     "wrong type of a content": (content(row(messages=[{"role": "user", "content": 3}])), [], "rows.jsonl:1", "`messages[0].content` is a number"),
     "empty file": (content(b""), [], "rows.jsonl", "the file has no rows"),

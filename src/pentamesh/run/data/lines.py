@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ __all__ = ["MAX_ROW_BYTES", "Row", "decoded", "document", "json_file", "json_lin
 # No row that people train on comes near: what is longer is a file without line ends, and would be in memory several times over.
 MAX_ROW_BYTES = 2**28
 CHUNK_BYTES = 2**20
+ONE_LINE = "a row is one JSON object on one line"
 # What a file of another kind begins with.
 MAGIC = {
     b"\xff\xfe": "UTF-16: convert it to UTF-8 text",
@@ -78,7 +80,7 @@ def json_file(file: Path) -> Iterator[Row | Problem]:
     elif start:
         whole = _whole(file)
         found = whole if isinstance(whole, Problem) else _parsed(whole, str(file))
-        torn_line = isinstance(found, Problem) and first[1] and start.startswith(b"{")
+        torn_line = isinstance(found, Problem) and found.hint == ONE_LINE and first[1] and start.startswith(b"{")
         yield from json_lines(file) if torn_line else [found]
 
 
@@ -124,9 +126,20 @@ def _parsed(data: bytes, where: str) -> Row | Problem:
     text = decoded(data, where)
     if isinstance(text, Problem):
         return text
+    twice: list[str] = []
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice.extend(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        return found
+
     try:
-        return Row(where, json.loads(text))
+        value = json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError as error:
-        return Problem(f"not JSON: {error.msg} at byte {len(text[: error.pos].encode())}", where, "a row is one JSON object on one line")
+        return Problem(f"not JSON: {error.msg} at byte {len(text[: error.pos].encode())}", where, ONE_LINE)
     except (ValueError, RecursionError) as error:  # integers of thousands of digits, or lists in lists in lists
         return Problem(f"JSON that cannot be read: {error}", where)
+    if twice:
+        return Problem(f"`{twice[0]}` is twice in one object", where, "keep one of them: only the last would be read")
+    return Row(where, value)
