@@ -188,6 +188,12 @@ CASES: dict[str, tuple[Callable[[Path], Any], list[str], str, str]] = {
     ),
     "missing template": (absent_template, [], "model.name", "the model has no chat template"),
     "template that raises": (template("{{ 1 / 0 }}"), [], "rows.jsonl:1", "ZeroDivisionError"),
+    "template that is nested too deeply": (
+        template("{% if true %}" * 1000 + toy.CHATML + "{% endif %}" * 1000),
+        [],
+        "rows.jsonl:1",
+        "the chat template is nested too deeply",
+    ),
     "role unknown to the template": (
         template(NO_SYSTEM, {"messages": [{"role": "system", "content": "x"}, *GOOD["messages"]]}),
         [],

@@ -67,6 +67,28 @@ def test_what_is_no_template_is_named_by_its_line(tmp_path: Path, case: str) -> 
     assert where in str(error.value)
 
 
+def nested(opening: str, closing: str, times: int) -> str:
+    return opening * times + "{{ messages }}" + closing * times
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        nested("{% if true %}", "{% endif %}", 1000),
+        nested("{% if true %}", "{% endif %}", 110),
+        nested("{% for m in messages %}", "{% endfor %}", 25),
+        f"{{{{ {'(' * 3000}1{')' * 3000} }}}}",
+    ],
+    ids=["a thousand blocks", "more than Python indents", "more than Python loops", "brackets"],
+)
+def test_what_is_nested_too_deeply_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InputError, match=r"nested too deeply(.|\n)*where  data\.chat_template"):
+        read_template(text, tmp_path)
+    (tmp_path / "own.jinja").write_text(text)
+    with pytest.raises(InputError, match=r"nested too deeply(.|\n)*where  .*own\.jinja\nhint: "):
+        read_template("own.jinja", tmp_path)
+
+
 def test_a_fault_in_the_text_of_a_job_is_named_by_its_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"unknown tag 'endfor'.*\n.*line 2 of data\.chat_template"):
         read_template("{{ messages }}\n{% endfor %}", tmp_path)
@@ -75,9 +97,12 @@ def test_a_fault_in_the_text_of_a_job_is_named_by_its_line(tmp_path: Path) -> No
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_bytes(b"{{ messages }}\xff")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/chat_template.jinja").write_text(OWN)
     for asked, what in (
         ("own.jinja", "cannot be read"),
-        ("folder", "cannot be read"),
+        ("folder", "folder is a folder, not a chat template\\n.*\\n.*give a Jinja file"),
+        ("model", "model is a folder, not a chat template\\n.*\\n.*did you mean .*model/chat_template.jinja?"),
         ("one.jinja", "did you mean own.jinja"),
         ("x", "the text of the"),
     ):

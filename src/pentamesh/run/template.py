@@ -41,6 +41,8 @@ def read_template(asked: str, base: Path) -> str:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise InputError(f"there is no file {path}", where=KEY, hint=_similar(path)) from None
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder, not a chat template", where=KEY, hint=_within(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {reason(error)}", where=KEY, hint="give a Jinja template as UTF-8 text") from None
     if not any(mark in text for mark in MARKS):
@@ -58,6 +60,14 @@ def _check(text: str, file: str) -> None:
     except TemplateSyntaxError as error:
         place = f"{file}{error.lineno}" if file else f"line {error.lineno} of {KEY}"
         raise InputError(f"the chat template is not Jinja: {error.message}", where=place, hint="mend it there") from None
+    except (RecursionError, MemoryError, SyntaxError) as error:  # of Python, which Jinja compiles to
+        hint = "write it with fewer blocks and brackets within each other, or with macros"
+        raise InputError(f"the chat template is nested too deeply: {reason(error)}", where=file.removesuffix(":") or KEY, hint=hint) from None
+
+
+def _within(folder: Path) -> str:
+    found = sorted(folder.glob("*.jinja"))
+    return f"did you mean {found[0]}?" if found else "give a Jinja file, such as the chat_template.jinja of a model's folder"
 
 
 def _similar(path: Path) -> str:

@@ -210,6 +210,9 @@ def _ends(tokenizer: Any) -> Ends:
 
 
 def _refused(error: Exception) -> InputError:
+    if isinstance(error, RecursionError | SyntaxError):  # of Python, which Jinja compiles to
+        hint = "write it with fewer blocks and brackets within each other, or take it from the model's publisher"
+        return InputError(f"the chat template is nested too deeply: {error}", hint=hint)
     # What a template raises itself (`raise_exception`) is of this very class; its own faults are of others, derived from it or not.
     meant = type(error) is TemplateError
     hint = "change the roles or their order, or give data.chat_template" if meant else "mend the chat template, or take it from the model's publisher"
