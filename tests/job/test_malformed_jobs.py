@@ -110,6 +110,18 @@ ONE_ERROR = {
         "model: m\ndata:\n  columns:\n    messages: {a: b}\n",
         ("messages = {'a': 'b'} is not text", "job.yaml:4 data.columns.messages", "`{messages: dialog, role: speaker}`"),
     ),
+    "two names of ours for one field of a turn": (
+        "model: m\ndata:\n  columns: {messages: messages, content: role}\n",
+        ("role and content are both called 'role'", "job.yaml:3 data.columns.content", "say what the files call role"),
+    ),
+    "two names of ours for one field of a row": (
+        "model: m\ndata:\n  columns:\n    instruction: q\n    input: q\n",
+        ("instruction and input are both called 'q'", "job.yaml:4 data.columns.instruction", "leave one out"),
+    ),
+    "thoughts that are what is said": (
+        "model: m\ndata:\n  columns: {from: who, reasoning_content: value}\n",
+        ("value and reasoning_content are both called 'value'", "job.yaml:3 data.columns.reasoning_content", "say what the files call value"),
+    ),
     "text for a mapping": (
         "model: m\ndata:\n  columns: dialog\n",
         ("columns = 'dialog' is not a mapping to text", "job.yaml:3 data.columns", "What the files call the fields"),

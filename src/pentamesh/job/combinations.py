@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from itertools import combinations
+from typing import NamedTuple, get_args
 
 from pentamesh.job.division import divisors, uneven_batch, uneven_sequence
 from pentamesh.job.hardware import Hardware
-from pentamesh.job.job import Job
+from pentamesh.job.job import Job, RowField
 from pentamesh.job.repository import HOW, is_repository
 
 __all__ = ["Conflict", "impossible", "untrainable"]
@@ -30,6 +31,7 @@ def impossible(job: Job, hardware: Hardware | None) -> Iterator[Conflict]:
     yield from _batch(job)
     yield from _optimizer(job)
     yield from _sources(job)
+    yield from _columns(job)
     yield from _held_out(job)
     yield from _streaming(job)
     yield from _sharding(job)
@@ -97,6 +99,26 @@ def _sources(job: Job) -> Iterator[Conflict]:
     if job.data.split is not None and isinstance(job.data.train, tuple):
         what = f"split = {job.data.split} beside a list of sources, each of which has its own"
         yield Conflict(("data.split", "data.train"), what, f"give it to its source: `- {{rows: org/name, split: {job.data.split}}}`")
+
+
+# Who speaks and what is said, in either form of turns.
+SPEAKING = (("role", "content"), ("from", "value"))
+
+
+def _columns(job: Job) -> Iterator[Conflict]:
+    """One field of the files under two of our names, which would be read as one of them alone. Of several sources each may have its own fields."""
+    columns = job.data.columns
+    of_rows = {ours: theirs for ours, theirs in columns.items() if ours in get_args(RowField)}
+    of_turns = {ours: theirs for ours, theirs in columns.items() if ours not in of_rows}
+    kinds = [{} if isinstance(job.data.train, tuple) else of_rows]
+    for pair, other in zip(SPEAKING, SPEAKING[::-1], strict=True):
+        if any(key in of_turns for key in pair):
+            kinds.append({key: key for key in pair} | {ours: theirs for ours, theirs in of_turns.items() if ours not in other})
+    for one, two in (fields for names in kinds for fields in combinations(names.items(), 2)):
+        if one[1] == two[1]:
+            keys = tuple(f"data.columns.{ours}" for ours, _ in (one, two) if ours in columns)
+            what = f"{one[0]} and {two[0]} are both called {one[1]!r}"
+            yield Conflict(keys, what, f"say what the files call {two[0] if two[0] not in columns else one[0]}, by data.columns, or leave one out")
 
 
 def _held_out(job: Job) -> Iterator[Conflict]:

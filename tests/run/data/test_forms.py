@@ -144,6 +144,9 @@ RENAMED_FAULTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"columns": NAMES}, {"dialog": [{"speaker": "user", "text": 3}]}, "`dialog[0].text` is a number, not a string"),
     ({"columns": NAMES}, {"dialog": [{"speaker": "usr", "text": "x"}]}, "`dialog[0].speaker` is 'usr'"),
     ({"roles": {"agent": "assistant"}}, {"messages": [{"role": "agnt", "content": "x"}]}, "did you mean 'agent'?"),
+    ({"columns": {"prompt": "messages"}}, {"messages": TALK}, "our `prompt` is called `messages` here by data.columns, and there is no `completion`"),
+    ({"columns": {"prompt": "messages"}}, {"messages": TALK}, "out of data.columns, or say there what the file calls `completion`"),
+    ({"columns": {"system": "messages"}}, {"messages": TALK}, "our `system` is called `messages` here by data.columns, and there is no `messages`"),
     ({"columns": {"output": "answer"}}, {"instruction": "x", "answer": " "}, "`answer` is empty"),
     ({"columns": {"text": "body"}}, {"body": None}, "`body` is null, not a string"),
 ]

@@ -174,10 +174,20 @@ def _missing(row: Row, form: Form, names: Names) -> Problem:
     what = f"no `{names[lacking]}` in the row; its keys: {', '.join(list(row.value)[:8]) or 'none'}"
     if looks := looks_like(value):
         return Problem(what, row.where, f"it looks like the {looks} form: the rows of a source have one form, here {form}")
+    if claimed := next((ours for ours, theirs in names.items() if theirs == names[lacking] and ours != lacking), None):
+        return _claimed(row, claimed, lacking, names)
     if close := difflib.get_close_matches(names[lacking], row.value, n=1):
         return Problem(what, row.where, f"did you mean {close[0]!r}?")
     other_name = f"data.columns.{lacking} = {names[lacking]} is not what the file calls it"
     return Problem(what, row.where, other_name if lacking in names else f"a row looks like {FORMS[form].example}, or data.columns names its keys")
+
+
+def _claimed(row: Row, ours: str, lacking: str, names: Names) -> Problem:
+    """A row of no form, since data.columns gives the field that would have made it one another name of ours."""
+    keys = next((shape.keys for shape in FORMS.values() if ours in shape.keys), ())
+    rest = next(names[key] for key in (*keys, lacking) if key not in names.ours(row.value))
+    hint = f"leave {ours} out of data.columns" + ("" if rest == names[lacking] else f", or say there what the file calls `{rest}`")
+    return Problem(f"our `{ours}` is called `{names[ours]}` here by data.columns, and there is no `{rest}` in the row", row.where, hint)
 
 
 def _text(row: Given) -> Content | list[Problem]:
