@@ -49,6 +49,21 @@ SPELLED: list[tuple[dict[str, Any], Form, Any]] = [
         "sharegpt",
         turns(("system", "be kind"), ("user", "hello"), ("assistant", "fine")),
     ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "how "}, {"type": "text", "text": "are you", "image_url": None}]},
+                {"role": "assistant", "content": [{"type": "text", "text": "fine"}]},
+            ]
+        },
+        "messages",
+        turns(("user", "how are you"), ("assistant", "fine")),
+    ),
+    (
+        {"conversations": [{"from": "human", "value": [{"type": "text", "text": "hello"}]}, {"from": "gpt", "value": "fine"}]},
+        "sharegpt",
+        turns(("user", "hello"), ("assistant", "fine")),
+    ),
     ({"instruction": "hello", "input": "", "output": "fine"}, "alpaca", turns(("user", "hello"), ("assistant", "fine"))),
     ({"instruction": "hello", "output": "fine"}, "alpaca", turns(("user", "hello"), ("assistant", "fine"))),
     ({"instruction": "how", "input": "are you", "output": "fine"}, "alpaca", turns(("user", "how\nare you"), ("assistant", "fine"))),
@@ -279,6 +294,19 @@ FAULTS: list[tuple[Form, dict[str, Any], str]] = [
     ("alpaca", {"instruction": "x", "input": ["z"], "output": "y"}, "`input` is a list, not a string"),
     ("alpaca", {"instruction": "x", "output": "y", "history": [["a", "b"]]}, "`history` is given"),
     ("alpaca", {"instruction": "x", "output": "y", "system": 1}, "`system` is a number"),
+    ("messages", {"messages": [{"role": "user", "content": []}]}, "`messages[0].content` is a list, not a string"),
+    ("messages", {"messages": [{"role": "user", "content": ["x"]}]}, "`messages[0].content` is a list, not a string"),
+    (
+        "messages",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": "y"}]}]},
+        "`messages[0].content[1].type` is 'image_url': only parts that are text are trained",
+    ),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "`messages[0].content[0].text` is null, not a string"),
+    (
+        "messages",
+        {"messages": [{"role": "assistant", "content": [{"type": "text", "text": " "}]}]},
+        "`messages[0].content` is empty: the assistant would learn to say nothing",
+    ),
     ("sharegpt", {"conversations": None}, "`conversations` is null, not a list"),
     ("sharegpt", {"conversations": []}, "`conversations` is empty"),
     ("sharegpt", {"conversations": ["x"]}, "`conversations[0]` is a string, not an object"),

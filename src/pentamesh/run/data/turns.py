@@ -10,6 +10,7 @@ from pentamesh.errors import Problem
 from pentamesh.job.job import Data
 from pentamesh.run.data.kinds import kind, string_fault
 from pentamesh.run.data.names import Names, mistaken
+from pentamesh.run.data.parts import joined
 from pentamesh.run.data.tools import Function, read_calls
 
 __all__ = ["MESSAGES", "REASONING", "SHAREGPT", "Conversation", "Message", "Spelling", "Turn", "answers", "read_turns"]
@@ -118,6 +119,11 @@ def _turn(turn: Any, spelling: Spelling, where: str) -> tuple[Turn, list[Problem
         return Turn({}), [Problem(f"`{spelling.field}` has no `{spelling.role}`", where, hint)]
     name = turn[spelling.role]
     role = spelling.roles.get(name) if isinstance(name, str) else None
+    if name != CALLING and spelling.content in turn:
+        text, fault = joined(turn[spelling.content], f"{spelling.field}.{spelling.content}")
+        if fault:
+            return Turn({}), [Problem(fault, where)]
+        turn = {**turn, spelling.content: text}
     rest = spelling.names.ours({key: value for key, value in turn.items() if value is not None and key not in (spelling.role, spelling.content)})
     calls, faults = _calls(turn, rest, role, spelling, where)
     reasoned, reasoning_fault = _reasoning(rest, role, spelling)
