@@ -14,7 +14,7 @@ from pentamesh.run.asked import read_asked
 from pentamesh.run.evaluate import evaluate
 from pentamesh.run.launch import train
 from pentamesh.run.options import Options
-from pentamesh.run.world import connect
+from pentamesh.run.world import connect, leave
 from pentamesh.translate.finetune import Defaults, read_flags
 from tests.run import toy
 
@@ -49,6 +49,7 @@ def test_numbers_of_processes_that_cannot_be(monkeypatch: pytest.MonkeyPatch, sa
 def test_a_rank_beyond_the_world_is_refused_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
+    leave()
     with pytest.raises(InputError, match="this is process 5, counted from 0, of 2"):
         connect(timeout_s=5)
 
