@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from pentamesh.model.read import read_model
 MODEL = read_model("llama-3.1-8b")
 
 
-def whats(layout: Layout, **batch: int) -> list[str]:
+def whats(layout: Layout, **batch: Any) -> list[str]:
     return [p.what for p in problems(MODEL, layout, Batch(**batch))]
 
 
