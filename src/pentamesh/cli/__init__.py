@@ -6,19 +6,20 @@ stdout is data, stderr is talk. Exit codes are those of `pentamesh.errors`.
 # Annotations are objects here, not text: typer reads those of every command, whichever is asked for, and would compile each.
 import json
 import os
-import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from pentamesh import __version__
+from pentamesh.cli.data import data_app
+from pentamesh.cli.explain import explain_app
+from pentamesh.cli.options import HELP, AsJson, Overrides, known_precision
 from pentamesh.errors import DoesNotFit, InputError, PentameshError, Problem, unexpected
 
 if TYPE_CHECKING:
     from pentamesh.job.job import Job
-    from pentamesh.model.spec import ModelSpec
     from pentamesh.plan.plan import Plan
 
 __all__ = ["app", "main"]
@@ -28,7 +29,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP,
     pretty_exceptions_enable=False,
     help="""Describe a training job once; know whether it fits, how fast it will run and why, then run exactly that plan.
 
@@ -38,19 +39,9 @@ Start with a question:
 
 and go on from there with a job file: `pentamesh explain keys` lists what it can say.""",
 )
-explain_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode="markdown", help="Show the tables behind a plan.", context_settings={"help_option_names": ["-h", "--help"]}
-)
 app.add_typer(explain_app, name="explain")
-data_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    help="Look at training data before training.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 app.add_typer(data_app, name="data")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 # Flags of `plan` that set one key of the job, and the key.
 PLAN_FLAGS = {
     "--on": "hardware",
@@ -114,7 +105,7 @@ def plan_command(
     global_batch: Annotated[str | None, typer.Option(help="Sequences a step.")] = None,
     shard: Annotated[str | None, typer.Option(help="none (DDP) | optimizer (ZeRO-1) | gradients (ZeRO-2) | parameters (full shard)")] = None,
     layout: Annotated[str | None, typer.Option(metavar="KEY=N,...", help="Degrees to judge: `tensor=8,pipeline=2`.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set any key of the job; repeatable.")] = None,
+    set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Whether a job fits, how fast it runs, which layout carries it and why.
@@ -198,7 +189,7 @@ def evaluate_command(
     job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job whose held-out rows are used.")],
     model: Annotated[Path | None, typer.Option(help="Folder of the model to evaluate; the job's own when not given.")] = None,
     precision: Annotated[str, typer.Option(help="fp32 | bf16 (computes in bf16 from fp32 weights) | bf16-pure")] = "fp32",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set any key of the job; repeatable.")] = None,
+    set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """The held-out loss of a model folder, in one process: mean per trained token over the job's held-out rows.
@@ -218,7 +209,7 @@ def evaluate_command(
     # A folder is evaluated with the tokens that it has.
     asked = job.model.model_copy(update={"name": resolved(str(model)), "new_tokens": ()}) if model else job.model
     with TemporaryDirectory(prefix="pentamesh-") as scratch:
-        found = evaluate(job, model_folder(asked, Path(scratch) / "base"), PRECISIONS[_precision(precision)])
+        found = evaluate(job, model_folder(asked, Path(scratch) / "base"), PRECISIONS[known_precision(precision)])
     if as_json:
         facts = {"model": str(model_source(asked)), "precision": precision, "held_out_loss": found.loss, "num_tokens": found.num_tokens}
         typer.echo(json.dumps({"schema": "pentamesh.evaluation", "version": 1} | facts, indent=2))
@@ -246,78 +237,6 @@ def export_command(
     typer.echo(str(written))
     if push is not None:
         typer.echo(f"pushed to {push_export(run, written, push)}", err=True)
-
-
-@data_app.command("preview")
-def data_preview_command(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job whose training rows are shown.")],
-    rows: Annotated[int, typer.Option(min=1, help="How many rows to render.")] = 3,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set any key of the job; repeatable.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one .html file of it, which needs nothing else.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Rows as the model sees them, with the trained tokens marked, and counts and lengths over all rows.
-
-    Examples:
-
-        pentamesh data preview job.yaml --rows 5
-
-        pentamesh data preview job.yaml --rows 50 --html rows.html
-    """
-    if html is not None and html.suffix != ".html":
-        raise InputError(f"{html} does not end in .html", where="--html", hint="name a file for the page, such as rows.html")
-    from pentamesh.job.read import read_job
-    from pentamesh.run.asked import located
-    from pentamesh.run.data.preview import collect
-    from pentamesh.run.source import model_source, tokenizer_of
-
-    job = located(read_job(job_file, set_ or [])[0], job_file.parent, job_file.stem)
-    tokenizer = tokenizer_of(model_source(job.model), job.data.chat_template, job.model.new_tokens)
-    found = collect(job, tokenizer, Path(), rows).to_json()
-    if html is not None:
-        from pentamesh.report.page import page
-
-        html.write_text(page(found), encoding="utf-8")
-        typer.echo(f"written {html}", err=True)
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-        return
-    from rich.console import Console
-
-    from pentamesh.report.preview import preview
-
-    Console().print(preview(found))
-
-
-@data_app.command("doctor")
-def data_doctor_command(
-    target: Annotated[str, typer.Argument(metavar="JOB_OR_FILE", help="A job file (.yaml), or a file, folder or glob of rows.")],
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write clean.jsonl and rejected.jsonl into this folder.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace these files where they are there already.")] = False,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set any key of the job; repeatable.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """What is wrong with rows, how often and where first; repeated rows; and the keys of a job that would read more of them.
-
-    Examples:
-
-        pentamesh data doctor job.yaml
-
-        pentamesh data doctor 'rows/*.jsonl' --out sorted
-
-    Exit code 2 when there are faults. Of a job whose model is at hand the template and the lengths are judged too.
-    """
-    from pentamesh.run.examine import examine
-
-    found = examine(target, set_ or [], out, force=force)
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        from pentamesh.report.doctor import doctor
-
-        typer.echo(doctor(found))
-    if not found["is_well"]:
-        raise SystemExit(InputError.exit_code)
 
 
 def _plan(target: str, flags: list[tuple[str, str, str]], overrides: list[str]) -> "Plan":
@@ -365,129 +284,3 @@ def _degrees(layout: str | None) -> list[tuple[str, str, str]]:
             raise InputError(f"{pair!r} gives no degree", where="--layout", hint="write it like --layout tensor=8,pipeline=2")
         found.append((f"--layout {pair.strip()}", f"layout.{key}", value))
     return found
-
-
-@explain_app.command("table")
-def explain_table(as_json: AsJson = False) -> None:
-    """Which mesh axes cut which dim of a tensor, in each role."""
-    from pentamesh.plan.explain import table
-
-    _show(table(), as_json)
-
-
-@explain_app.command("strategies")
-def explain_strategies(
-    model: Annotated[str, typer.Argument(help="The name or folder of a model.")],
-    gpus: Annotated[str, typer.Option(help="Numbers of GPUs, with commas.")] = "1,2,4,8,16,64",
-    precision: Annotated[str, typer.Option(help="fp32 | bf16 | bf16-pure")] = "bf16",
-    as_json: AsJson = False,
-) -> None:
-    """What weights, gradients and optimizer state take on each GPU, by strategy and number of GPUs.
-
-    Example: `pentamesh explain strategies llama-3.1-70b --gpus 8,16,64`
-    """
-    from pentamesh.plan.explain import strategies
-
-    _show(strategies(_model(model), _counts(gpus), _precision(precision)), as_json)
-
-
-@explain_app.command("communication")
-def explain_communication(
-    model: Annotated[str, typer.Argument(help="The name or folder of a model.")] = "llama-3.1-70b",
-    gbps: Annotated[str, typer.Option(help="Rates of a NIC in Gb/s, with commas.")] = "100,200,400",
-    as_json: AsJson = False,
-) -> None:
-    """What data parallelism sends by strategy: per rank, per node and per NIC, beside the payload that people count.
-
-    Example: `pentamesh explain communication llama-3.1-405b --gbps 400,800`
-    """
-    from pentamesh.plan.budget import communication
-
-    _show(communication(_model(model), _counts(gbps)), as_json)
-
-
-@explain_app.command("tensor")
-def explain_tensor(
-    model: Annotated[str, typer.Argument(help="The name or folder of a model.")] = "llama-3.1-70b",
-    degree: Annotated[int, typer.Option(min=2, help="Tensor-parallel degree.")] = 8,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch.")] = 4096,
-    as_json: AsJson = False,
-) -> None:
-    """What tensor parallelism sends for one micro-batch, and what that takes over NVLink and PCIe.
-
-    Example: `pentamesh explain tensor llama-3.1-70b --degree 8`
-    """
-    from pentamesh.plan.budget import tensor
-
-    _show(tensor(_model(model), degree, tokens), as_json)
-
-
-@explain_app.command("axes")
-def explain_axes(
-    model: Annotated[str, typer.Argument(help="The name or folder of a model.")] = "llama-3.1-8b",
-    degree: Annotated[int, typer.Option(min=2, help="Degree of each axis in turn.")] = 8,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
-    as_json: AsJson = False,
-) -> None:
-    """What each axis cuts, how often it speaks and how much it says in one micro-batch, each axis alone.
-
-    Example: `pentamesh explain axes llama-3.1-70b --degree 8`
-    """
-    from pentamesh.plan.budget import axes
-
-    _show(axes(_model(model), degree, seq_len), as_json)
-
-
-@explain_app.command("wire")
-def explain_wire(
-    model: Annotated[str, typer.Argument(help="The name or folder of a model.")],
-    gpus: Annotated[str, typer.Option(help="Numbers of GPUs, with commas.")] = "8,16,64",
-    precision: Annotated[str, typer.Option(help="fp32 | bf16 | bf16-pure")] = "bf16",
-    as_json: AsJson = False,
-) -> None:
-    """What each data strategy sends in a step: bytes per rank and through a node's NIC, beside the states of `explain strategies`.
-
-    Example: `pentamesh explain wire llama-3.1-70b --gpus 8,16,64`
-    """
-    from pentamesh.plan.budget import wire
-
-    _show(wire(_model(model), _counts(gpus), _precision(precision)), as_json)
-
-
-@explain_app.command("keys")
-def explain_keys(as_json: AsJson = False) -> None:
-    """Every key of a job file, with its default and meaning."""
-    from pentamesh.plan.explain import keys
-
-    _show(keys(), as_json)
-
-
-def _show(explained: Any, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(explained.to_json(), indent=2))
-        return
-    from pentamesh.report.terminal import show_table
-
-    show_table(explained)
-
-
-def _model(name: str) -> "ModelSpec":
-    from pentamesh.model.read import read_model
-
-    return read_model(name)
-
-
-def _counts(text: str) -> list[int]:
-    counts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch("[1-9][0-9]{0,8}", count) for count in counts):
-        raise InputError(f"{text!r} is not a list of numbers of GPUs", where="--gpus", hint="write it like --gpus 8,16,64")
-    return [int(count) for count in counts]
-
-
-def _precision(name: str) -> str:
-    from pentamesh.job.precision import PRECISIONS
-
-    known = [known for known in PRECISIONS if known != "fp64"]
-    if name not in known:
-        raise InputError(f"precision {name!r} is not known", where="--precision", hint=f"use {', '.join(known[:-1])} or {known[-1]}")
-    return name
