@@ -19,13 +19,14 @@ import torch
 from safetensors import safe_open
 from transformers import AddedToken, PreTrainedTokenizerBase
 
-from pentamesh.checkpoint.disk import check_room, discard, publish, write_text
+from pentamesh.checkpoint.disk import check_room, write_text
 from pentamesh.checkpoint.export import COMPANIONS, PASSED_ON, RECORD, copy_companions
 from pentamesh.checkpoint.headers import write_tensors
 from pentamesh.checkpoint.weights import INDEX, SINGLE, Stored, Weights, file_name
 from pentamesh.errors import InputError
 from pentamesh.model.read import read_model
 from pentamesh.model.vocabulary import WHERE, existing
+from pentamesh.run.made import made_once
 
 __all__ = ["grown_folder", "with_tokens"]
 
@@ -58,23 +59,7 @@ def grown_folder(source: Path, tokens: Sequence[str], folder: Path, tokenizer_of
     Files of weights that do not change are linked where the disk allows it, else copied.
     """
     record = {"schema": "pentamesh.grown", "version": 1, "model": str(source), "tokens": list(tokens), "files": _files(source)}
-    if folder.exists() or folder.is_symlink():
-        if not (folder / RECORD).is_file():
-            what = f"{folder} is needed for the model with its new tokens and is not ours to replace"
-            raise InputError(what, where="logging.folder", hint="choose a folder of its own for the run")
-        if json.loads((folder / RECORD).read_text()) == record:
-            return folder
-    partial = folder.with_name(folder.name + ".partial")
-    discard(partial)
-    partial.mkdir(parents=True)
-    try:
-        _write(source, tokens, partial, tokenizer_of(source))
-        write_text(partial / RECORD, json.dumps(record, indent=2) + "\n")
-        publish(partial, folder)
-    except BaseException:
-        discard(partial)
-        raise
-    return folder
+    return made_once(folder, "the model with its new tokens", record, lambda partial: _write(source, tokens, partial, tokenizer_of(source)))
 
 
 def _files(source: Path) -> dict[str, list[int]]:

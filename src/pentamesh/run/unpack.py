@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from pentamesh.checkpoint.disk import discard, publish, write_text
-from pentamesh.checkpoint.export import RECORD
 from pentamesh.checkpoint.gguf import write_dequantised
 from pentamesh.errors import InputError, reason
 from pentamesh.model.gguf import INSTEAD, read_gguf
+from pentamesh.run.made import made_once
 
 __all__ = ["gguf_tokenizer", "unpacked"]
 
@@ -24,24 +22,12 @@ def unpacked(gguf: Path, folder: Path) -> Path:
     """The folder with what a GGUF file holds, made now or found there; it appears at once, whole. Raises InputError."""
     stat = gguf.stat()
     record = {"schema": "pentamesh.unpacked", "version": 1, "gguf": str(gguf), "bytes": stat.st_size, "changed_ns": stat.st_mtime_ns}
-    if folder.exists() or folder.is_symlink():
-        if not (folder / RECORD).is_file():
-            what = f"{folder} is needed for the unpacked model and is not ours to replace"
-            raise InputError(what, where="logging.folder", hint="choose a folder of its own for the run")
-        if json.loads((folder / RECORD).read_text()) == record:
-            return folder
-    partial = folder.with_name(folder.name + ".partial")
-    discard(partial)
-    partial.mkdir(parents=True)
-    try:
+
+    def write(partial: Path) -> None:
         gguf_tokenizer(gguf).save_pretrained(partial)
         write_dequantised(read_gguf(gguf), partial)
-        write_text(partial / RECORD, json.dumps(record, indent=2) + "\n")
-        publish(partial, folder)
-    except BaseException:
-        discard(partial)
-        raise
-    return folder
+
+    return made_once(folder, "the unpacked model", record, write)
 
 
 def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
