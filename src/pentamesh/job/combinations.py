@@ -201,7 +201,7 @@ def _devices(job: Job, hardware: Hardware) -> Iterator[Conflict]:
         yield Conflict(keys if asked else ("layout.data", "hardware"), f"{said or 'data = 1'} needs {product} devices, and there are {devices}", hint)
     elif layout.data is None and devices % product:
         yield Conflict(keys, f"{said} does not divide the {devices} devices", "use degrees whose product divides them")
-    if layout.async_tensor_parallel and "through host memory" in hardware.intra.name:
+    if layout.async_tensor_parallel and hardware.intra.is_through_host:
         what = f"async_tensor_parallel on {hardware.device.name}, where no GPU reads another's memory"
         yield Conflict(
             ("layout.async_tensor_parallel", "hardware"), what, "leave it out; with a driver that allows P2P, say so by hardware.p2p: true"

@@ -17,6 +17,8 @@ __all__ = ["Device", "Link", "capped", "find_gpu", "gpu_names", "gpus", "host_by
 
 # Of PCIe's rate, what a copy from or to pinned memory reaches.
 HOST_SHARE = 0.8
+# How the links of gpus.json are called over which devices reach each other through the host's memory alone.
+THROUGH_HOST = "through host memory"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class Link:
     latency_s: float
     source: str = ""
     measured: bool = False
+
+    @property
+    def is_through_host(self) -> bool:
+        """Whether no device reads another's memory."""
+        return self.name.endswith(THROUGH_HOST)
 
 
 @cache
@@ -145,7 +152,7 @@ def intra_link(device: Device, devices_per_node: int, p2p: bool | None = None) -
             raise InputError(f"p2p = {str(p2p).lower()} says nothing about {device.name}: it has {gpu['link']}", hint="leave p2p out")
         return _link(gpu["link"], devices_per_node)
     direct = gpu["p2p"] if p2p is None else p2p
-    return _link(f"PCIe{gpu['pcie']} {'P2P' if direct else 'through host memory'}", devices_per_node)
+    return _link(f"PCIe{gpu['pcie']} {'P2P' if direct else THROUGH_HOST}", devices_per_node)
 
 
 def host_bytes_per_s(device: Device) -> float:

@@ -174,7 +174,7 @@ def _node(found: Machine) -> tuple[Device, Link, tuple[str, ...]]:
         device = capped(device, found.power_cap_w)
         notes = (*notes, f"peaks at {found.power_cap_w:g} W are estimated by the cube root of the power")
     link = intra_link(device, found.gpus, found.p2p)
-    if "through host memory" in link.name and found.gpus > 1:
+    if link.is_through_host and found.gpus > 1:
         notes = (*notes, f"no P2P over PCIe on {device.name} with the stock driver: {link.bytes_per_s / 1e9:g} GB/s {link.name}")
     return device, link, notes
 

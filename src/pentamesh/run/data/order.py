@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-__all__ = ["Order", "Row", "first_fit_decreasing", "order"]
+__all__ = ["Order", "Row", "first_fit_decreasing", "num_rows", "order"]
 
 # Steps within which samples of like length are brought together: enough for lengths to be alike, few enough for steps to be unlike.
 STEPS_AT_ONCE = 50
@@ -51,6 +51,11 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return packs
 
 
+def num_rows(num_samples: int, packs: np.ndarray | None) -> int:
+    """Rows of an epoch: samples, or packs of them."""
+    return num_samples if packs is None else int(packs.max()) + 1
+
+
 @dataclass(frozen=True, eq=False)
 class Order:
     """The rows of a run over samples of these lengths.
@@ -70,7 +75,7 @@ class Order:
     @cached_property
     def num_rows(self) -> int:
         """Of an epoch."""
-        return len(self.lengths) if self.packs is None else int(self.packs.max()) + 1
+        return num_rows(len(self.lengths), self.packs)
 
     def row(self, number: int) -> Row:
         """The samples of row `number` of the run."""

@@ -218,7 +218,7 @@ def _padded(order: Order, batch: Batch) -> float:
     """Of the tokens that one epoch computes, the share that pads rows to the longest of their micro-batch."""
     computed = 0
     for first in range(0, order.num_rows, batch.global_batch):
-        numbers = range(first, min(first + batch.global_batch, order.num_rows))
-        rows = sorted((int(order.lengths[list(order.row(number))].sum()) for number in numbers), reverse=True)
+        step = order.rows(first, min(first + batch.global_batch, order.num_rows))
+        rows = sorted((int(order.lengths[list(row)].sum()) for row in step), reverse=True)
         computed += sum(longest * len(rows[at : at + batch.micro_batch]) for at, longest in enumerate(rows) if at % batch.micro_batch == 0)
     return 1 - int(order.lengths.sum()) / computed

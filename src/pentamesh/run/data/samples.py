@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from pentamesh.errors import InputError
-from pentamesh.run.data.order import Row, first_fit_decreasing
+from pentamesh.run.data.order import Row, first_fit_decreasing, num_rows
 from pentamesh.run.data.tally import Tally, total
 from pentamesh.run.data.tokens import Cut, Encoded
 
@@ -53,8 +53,8 @@ class Samples:
 
     @property
     def num_rows(self) -> int:
-        """Rows of an epoch: samples, or packs of them."""
-        return len(self) if self.packs is None else int(self.packs.max()) + 1
+        """Rows of an epoch."""
+        return num_rows(len(self), self.packs)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -174,7 +174,7 @@ class SampleWriter:
     def _packed(self, lengths: np.ndarray, pack_to: int) -> dict[str, int]:
         packs = first_fit_decreasing(np.sort(lengths)[::-1], pack_to)
         self._keep("packs", packs)
-        return {"packs": int(packs.max()) + 1}
+        return {"packs": num_rows(len(packs), packs)}
 
     def _keep(self, kind: str, values: np.ndarray) -> None:
         content = values.astype(DTYPES[kind]).tobytes()
