@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs format clean
+.PHONY: help demo test proof check docs format clean
 
 help:  ## list what there is to make
 	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -19,6 +19,9 @@ demo: $(INSTALLED)  ## plan, fine-tune, stop, resume, export and ask a small mod
 
 test: check  ## everything in `check`, then every test
 	$(BIN)/python -m pytest
+
+proof: $(INSTALLED)  ## every case of the proofs, of which `make test` runs a set that touches each axis and family
+	$(BIN)/python -m pytest --whole tests/proof
 
 check: $(INSTALLED)  ## format, lint, types, import contracts, documentation
 	$(BIN)/ruff format --check .

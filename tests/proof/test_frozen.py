@@ -16,7 +16,7 @@ from pentamesh.run.ledger import differences
 from pentamesh.run.verify import Outcome, Trial, drawn, errors, outcome, predicted_ledger
 from pentamesh.run.world import join
 from pentamesh.run.worlds import run_world
-from tests.proof.toys import TOYS, ZERO
+from tests.proof.toys import TOYS, ZERO, reduced
 
 LAYOUTS: dict[str, tuple[Mesh, Shard, bool, dict[str, Any]]] = {
     "ddp 2": (Mesh(dp_replicate=2), "none", False, {}),
@@ -56,7 +56,13 @@ def frozen_trial(toy: str, frozen: str, layout: str, **changes: Any) -> Trial:
     return Trial(TOYS[toy], laid_out, replace(Policy(2, 2), **policy), global_batch=4 * ranks, freeze=FROZEN[frozen], **changes)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(case))
+def kept(case: tuple[str, str, str]) -> bool:
+    """One choice on every layout; the others over shards, and over tensor ranks with all that may be asked of them."""
+    toy, frozen, layout = case
+    return toy != "llama-untied" or frozen == EVERYWHERE[-1] or layout in ("full shard 2", "tp2, sequence, recomputed")
+
+
+@pytest.mark.parametrize("case", reduced(CASES, kept), ids=lambda case: ", ".join(case))
 def test_equal_to_one_process(case: tuple[str, str, str], record_proof) -> None:
     wanted = frozen_trial(*case)
     outcomes = run_world(outcome, 2, wanted)

@@ -13,7 +13,7 @@ from pentamesh.layout.policy import Policy
 from pentamesh.run.ledger import differences
 from pentamesh.run.verify import Outcome, Trial, errors, fake_outcome, outcome, predicted_ledger
 from pentamesh.run.worlds import run_world
-from tests.proof.toys import MANY_HEADS, TOYS, ZERO
+from tests.proof.toys import MANY_HEADS, TOYS, ZERO, reduced
 
 MESHES: dict[str, tuple[Mesh, Shard, dict[str, Any]]] = {
     "tp2": (Mesh(tp=2), "none", {}),
@@ -62,7 +62,19 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}, {c[1]}{', sequence' * c[2]}{', recomputed' * bool(c[3])}")
+def kept(case: tuple[str, str, bool, dict[str, Any]]) -> bool:
+    """Every mesh and strategy for one family; for each of the others one process grid without sequence parallel, and one with shards and with it."""
+    toy, name, sequence, policy = case
+    if toy == "llama":
+        return not policy or name == "full shard 2 x tp2"
+    if name.startswith("hybrid") or policy:
+        return (toy, name) == ("gemma3", "hybrid 2 x 2 x tp2") or (toy == "gemma2" and name == "full shard 2 x tp2")
+    if "tp4" in name:
+        return toy == "qwen3"
+    return (name, sequence) in (("tp2", False), ("full shard 2 x tp2", True)) or (toy in ("gpt2", "one key head") and name == "full shard 2 x tp2")
+
+
+@pytest.mark.parametrize("case", reduced(CASES, kept), ids=lambda c: f"{c[0]}, {c[1]}{', sequence' * c[2]}{', recomputed' * bool(c[3])}")
 def test_on_gloo(case: tuple[str, str, bool, dict[str, Any]], record_proof) -> None:
     toy, name, sequence, policy = case
     mesh, shard, own = MESHES[name]
@@ -97,7 +109,7 @@ LARGE = [
 
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda c: f"{c[0]}, {c[1]}")
-@pytest.mark.parametrize("toy", ["llama", "qwen2", "qwen3", "gemma3", "phi3", "glm4"])
+@pytest.mark.parametrize("toy", reduced(["llama", "qwen2", "qwen3", "gemma3", "phi3", "glm4"], lambda toy: toy in ("llama", "gemma3")))
 def test_on_fake_groups(toy: str, case: tuple[Mesh, Shard, bool, Sequence[int]], record_proof) -> None:
     """Every rank for one family; for the others the first, one in the middle and the last, whose parts of an uneven cut are the smallest."""
     mesh, shard, sequence, ranks = case

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.policy import Policy
@@ -85,6 +88,11 @@ ZERO: dict[str, dict[str, Any]] = {
     "zero1": {"reshard": False, "keep_gathered": True, "reduce": "once"},
     "zero2": {"reshard": False, "keep_gathered": True, "reduce": "each"},
 }
+
+
+def reduced(cases: Iterable[Any], kept: Callable[[Any], bool]) -> list[Any]:
+    """All cases, of which those that are not `kept` are run by `pytest --whole` alone."""
+    return [case if kept(case) else pytest.param(case, marks=pytest.mark.whole) for case in cases]
 
 
 def layout(strategy: str, num_ranks: int) -> Layout:
