@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pentamesh.checkpoint.disk import discard, write_text
 from pentamesh.checkpoint.manifest import verify
+from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.together import Group, first, place_in, together
 from pentamesh.errors import Problem
 
@@ -83,6 +84,7 @@ def prune(folder: Path, keep: int, good: Path | None = None) -> list[Path]:
     assert keep >= 1
     if place_in()[0] != 0:
         return []
+    announce("prune")
     found = published(folder)
     kept, rest = found[:keep], found[keep:]
     if rest and good not in kept and all(map(verify, kept)):

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 
 from pentamesh.checkpoint.headers import dtype_name
 from pentamesh.checkpoint.manifest import PER_RANK, Manifest, TensorFacts, verify
+from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.save import said
 from pentamesh.checkpoint.together import Group, place_in, together
 from pentamesh.errors import InputError, Problem, RunFailed
@@ -30,6 +31,7 @@ def load(checkpoint: Path, tensors: dict[str, torch.Tensor], *, verified: bool =
 
     Raises InputError on all ranks: for a checkpoint that is not whole (naming the file), and for names, shapes or dtypes that differ.
     """
+    announce("restore")
     share = place_in(group)
     if not verified:
         together("verifying the checkpoint", lambda: _refuse(verify(checkpoint, share)), group)

@@ -21,6 +21,7 @@ from pentamesh.checkpoint.headers import dtype_name
 from pentamesh.checkpoint.held import Held
 from pentamesh.checkpoint.keep import name_of, point
 from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, file_facts
+from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.together import Group, first, place_in, together
 from pentamesh.errors import Problem, RunFailed
 
@@ -39,8 +40,10 @@ def save(folder: Path, step: int, tensors: Mapping[str, torch.Tensor], facts: Ma
     """
     target = folder / name_of(step)
     partial = target.with_name(target.name + ".partial")
+    announce("copy")
     described = _merged(together("describing tensors", lambda: _described(tensors), group))
     first("preparing the checkpoint", lambda: _prepare(partial, Manifest(step, dict(facts), {}, {})), group)
+    announce("flush")
     try:
         together("writing the checkpoint", lambda: _write(partial, tensors, described, group), group)
         files = together("bringing the checkpoint to disk", lambda: _settled(partial, place_in(group)[0]), group)
@@ -119,6 +122,7 @@ def _settled(partial: Path, rank: int) -> dict[str, File]:
 
 
 def _publish(partial: Path, target: Path, manifest: Manifest) -> None:
+    announce("publish")
     write_text(partial / MANIFEST, manifest.text())
     found = {path.name: path.stat().st_size for path in partial.iterdir() if path.name != MANIFEST}
     expected = {name: file.bytes for name, file in manifest.files.items()}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pentamesh.checkpoint.keep import agreed, prune, published
+from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.together import first, together
 from pentamesh.errors import InputError, PentameshError, Problem, RunFailed
 from pentamesh.plan.plan import Plan
@@ -122,6 +123,7 @@ def _train(made: Run, counters: Counters, last: int, measured: Measurements) -> 
 
 
 def _one_step(made: Run, counters: Counters, measured: Measurements, *, unsaved: bool) -> tuple[Counters, StepResult]:
+    announce("train")
     job = made.plan.job
     lr = learning_rate(job.optimizer, counters.step, made.num_steps)
     set_learning_rate(made.trainee.optimizer, lr)
