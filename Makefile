@@ -48,7 +48,7 @@ $(INSTALLED): pyproject.toml constraints-dev.txt
 	@test -n "$(PYTHON)" || { echo "error: no python3.11 or python3 on PATH" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
-	$(PIP) --editable '.[train,dev]'
+	$(PIP) --editable '.[train,remote,dev]'
 	@touch $@
 
 # Not two copies of the same work when a command line names several targets with -j.

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
-from pentamesh.checkpoint import disk
-from pentamesh.checkpoint import keep as keeping
+from pentamesh.checkpoint import disk, headers, shards
 from pentamesh.checkpoint import save as saving
 from pentamesh.checkpoint.headers import read_header
 from pentamesh.checkpoint.keep import agreed, latest, newest, prune, published
@@ -143,7 +142,7 @@ def test_what_all_ranks_share_is_written_once(tmp_path: Path) -> None:
 
 
 def test_files_stay_below_their_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "FILE_BYTES", 300)
+    monkeypatch.setattr(shards, "FILE_BYTES", 300)
     checkpoint = alone(tmp_path, 1)
     files = Manifest.read(checkpoint).files
     largest = max(tensor.nbytes for tensor in state((1,), (), filled=True).values())
@@ -312,11 +311,9 @@ def one_rank_fails(folder: Path, place: str) -> tuple[str, list[str]]:
         raise OSError(28, "No space left on device", str(folder))
 
     if place == "write" and dist.get_rank() == 2:
-        from safetensors import torch as library
-
-        library.save = full  # type: ignore[assignment]
+        shards.write_tensors = full
     elif place == "sync" and dist.get_rank() == 2:
-        saving.sync_file = full
+        headers.settle = full
     elif place == "publish" and dist.get_rank() == 0:
         saving.publish = full
     elif place == "prepare" and dist.get_rank() == 0:
@@ -347,12 +344,12 @@ def dies(folder: Path, place: str) -> None:
     def end(*_args: object, **_more: object) -> None:
         os._exit(9)
 
-    if dist.get_rank() == (1 if place == "sync_file" else 0):
-        setattr(saving, place, end)
+    if dist.get_rank() == (1 if place == "settle" else 0):
+        setattr(headers if place == "settle" else saving, place, end)
     save(folder, 2, laid_out("full 2", filled=True), FACTS)
 
 
-@pytest.mark.parametrize("place", ["sync_file", "write_text", "publish"])
+@pytest.mark.parametrize("place", ["settle", "write_text", "publish"])
 def test_a_rank_that_dies_in_a_save_leaves_no_checkpoint_and_the_next_save_cleans_up(tmp_path: Path, place: str) -> None:
     run_world(save_rank, 2, tmp_path, "full 2", 1)
     with pytest.raises(RunFailed):
@@ -414,7 +411,7 @@ def test_a_removal_cut_short_leaves_nothing_published(tmp_path: Path, monkeypatc
         if path.exists():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(keeping, "discard", killed)
+    monkeypatch.setattr(disk, "discard", killed)
     with pytest.raises(KeyboardInterrupt):
         prune(tmp_path, 1, paths[1])
     monkeypatch.undo()
@@ -432,10 +429,10 @@ def test_room_is_checked_before_any_work(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(InputError, match="the folder cannot be written: Not a directory"):
         disk.check_room(tmp_path / "file" / "below", 10)
 
-    def full(_: Path) -> None:
+    def full(_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk, "sync_file", full)
+    monkeypatch.setattr(disk, "settle", full)
     with pytest.raises(InputError, match="cannot be written: No space left"):
         disk.check_room(tmp_path, 10)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "new"]
@@ -443,15 +440,15 @@ def test_room_is_checked_before_any_work(tmp_path: Path, monkeypatch: pytest.Mon
 
 def unshared_rank(folder: Path) -> str:
     """Save where rank 1 writes to a disk that the first does not see."""
-    real = saving._settled
+    real = saving._write
 
-    def elsewhere(partial: Path, rank: int) -> dict[str, Any]:
-        files = real(partial, rank)
-        for name in files if rank == 1 else ():
+    def elsewhere(partial: Path, *more: Any) -> dict[str, Any]:
+        files = real(partial, *more)
+        for name in files if dist.get_rank() == 1 else ():
             (partial / name).unlink()
         return files
 
-    saving._settled = elsewhere
+    saving._write = elsewhere
     try:
         return str(save(folder, 1, laid_out("full 2", filled=True), FACTS))
     except RunFailed as error:

@@ -1,45 +1,96 @@
-"""Disk: effects that last. A file is written whole or not at all, and what is said to be there survives a power cut."""
+"""Disk: effects that last. A file is written whole or not at all, and what is said to be there survives a power cut.
+
+A folder is a `pathlib.Path`, or, for a URL (`s3://bucket/run`), universal_pathlib's `UPath`, which has the same methods. An object store knows
+neither renaming nor half-written objects: there a folder is finished once its last file is there, which `publish` is told the name of.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 from pathlib import Path
+from typing import BinaryIO, cast
 
-from pentamesh.errors import InputError, Problem
+from pentamesh.errors import InputError
 from pentamesh.units import format_bytes
 
-__all__ = ["check_room", "discard", "publish", "sync_file", "sync_folder", "write_text"]
+__all__ = ["check_room", "discard", "forget", "is_remote", "location", "publish", "retire", "settle", "sync_folder", "write_text"]
 
 # What is written to learn whether a folder can be written: enough to need a block of its own on any file system.
 _TRIAL_BYTES = 2**20
+_REMOTE_HINT = "see that its fsspec package is installed (s3fs, gcsfs, adlfs ...) and what it wants for credentials and endpoint in the environment"
+
+
+def location(text: str) -> Path:
+    """The folder that a path or a URL names. Raises InputError for a URL whose kind cannot be opened here."""
+    if "://" not in text:
+        return Path(text)
+    try:
+        from upath import UPath
+    except ImportError:
+        raise InputError(f"{text} is a URL, and universal_pathlib is not installed", hint="pip install 'pentamesh[remote]'") from None
+    try:
+        # Other processes write there too: no listing may be an old one.
+        folder = UPath(text) if text.startswith(("file:", "local:")) else UPath(text, use_listings_cache=False)
+        folder.fs  # noqa: B018 - the package is imported now, not at step 500
+    except (ImportError, ValueError) as error:
+        raise InputError(f"{text} cannot be opened: {str(error).splitlines()[0]}", hint=_REMOTE_HINT) from error
+    return Path(folder.path) if text.startswith(("file:", "local:")) else cast(Path, folder)
+
+
+def is_remote(folder: Path) -> bool:
+    """Whether a folder lies in an object store or on another machine."""
+    return not isinstance(folder, Path)
 
 
 def check_room(folder: Path, bytes_needed: int) -> None:
     """Make sure, before any work is done, that `bytes_needed` can be written to `folder`: it is made, a trial is written, free space compared.
 
-    Raises InputError.
+    What an object store has free is not known. Raises InputError.
     """
-    trial = folder / f".trial-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
-        if free < bytes_needed:
-            lacking = f"{format_bytes(bytes_needed)} are needed and {format_bytes(free)} are free"
-            raise InputError(Problem(f"not enough disk: {lacking}", str(folder), "free some, keep fewer checkpoints or use another folder"))
-        try:
-            trial.write_bytes(bytes(_TRIAL_BYTES))
-            sync_file(trial)
-        finally:
-            trial.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(Problem(f"the folder cannot be written: {error.strerror}", str(folder), "use another folder")) from error
+        free = None if is_remote(folder) else shutil.disk_usage(folder).free
+        if free is None or free >= bytes_needed:
+            _try(folder / f".trial-{os.getpid()}")
+            return
+    except Exception as error:
+        if is_remote(folder):
+            raise InputError(f"the folder cannot be written: {type(error).__name__}: {error}", where=str(folder), hint=_REMOTE_HINT) from error
+        if not isinstance(error, OSError):
+            raise
+        raise InputError(f"the folder cannot be written: {error.strerror}", where=str(folder), hint="use another folder") from error
+    lacking = f"{format_bytes(bytes_needed)} are needed and {format_bytes(free)} are free"
+    raise InputError(f"not enough disk: {lacking}", where=str(folder), hint="free some, keep fewer checkpoints or use another folder")
 
 
-def sync_file(path: Path) -> None:
-    """Return once the file's bytes are on disk, whoever wrote them."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+def _try(trial: Path) -> None:
+    try:
+        with trial.open("wb") as file:
+            file.write(bytes(_TRIAL_BYTES))
+            settle(file)
+    finally:
+        trial.unlink(missing_ok=True)
+
+
+def settle(file: BinaryIO) -> None:
+    """Return once an open file's bytes are on disk; what an object store has taken is there already."""
+    if (handle := _handle(file)) is not None:
+        file.flush()
+        os.fsync(handle)
+
+
+def forget(file: BinaryIO) -> None:
+    """Drop what memory holds of an open file that is on disk: the next to read it reads the disk, and nobody else's pages had to go."""
+    if (handle := _handle(file)) is not None and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _handle(file: BinaryIO) -> int | None:
+    try:
+        return file.fileno()
+    except OSError:  # io.UnsupportedOperation too: no file of this machine
+        return None
 
 
 def sync_folder(folder: Path) -> None:
@@ -53,11 +104,13 @@ def sync_folder(folder: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file: it is whole or as before, and on disk when this returns."""
+    if is_remote(path):
+        path.write_text(text)
+        return
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with partial.open("wb") as file:
+        file.write(text.encode())
+        settle(file)
     partial.replace(path)
     sync_folder(path.parent)
 
@@ -74,9 +127,24 @@ def publish(partial: Path, target: Path) -> None:
     discard(aside)
 
 
+def retire(folder: Path, last: str) -> None:
+    """Remove a published folder, which from the first moment is none any more: on disk by another name, elsewhere without its `last` file."""
+    if is_remote(folder):
+        (folder / last).unlink(missing_ok=True)
+        discard(folder)
+        return
+    gone = folder.with_name(folder.name.partition(".")[0] + ".removed")
+    discard(gone)
+    folder.rename(gone)
+    discard(gone)
+
+
 def discard(folder: Path) -> None:
     """Remove a folder that may be there; a link to one is removed, not followed."""
-    if folder.is_symlink():
+    if is_remote(folder):
+        if folder.exists():
+            folder.fs.rm(folder.path, recursive=True)  # pyright: ignore[reportAttributeAccessIssue]
+    elif folder.is_symlink():
         folder.unlink()
     elif folder.exists():
         shutil.rmtree(folder)

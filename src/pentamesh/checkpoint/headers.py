@@ -10,16 +10,19 @@ writer keeps the offsets under DCP_SHARDING_INFO (torch.distributed.checkpoint._
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import math
-import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import torch
 
+from pentamesh.checkpoint.disk import settle
+from pentamesh.checkpoint.manifest import File
 from pentamesh.errors import InputError, Problem
 
 __all__ = ["DTYPES", "Entry", "Header", "dtype_name", "read_header", "write_tensors"]
@@ -37,6 +40,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_BLOCK_BYTES = 2**24  # hashed and written at a time
 # A longer header is refused by the format's own reader too (safetensors, MAX_HEADER_SIZE).
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -122,28 +126,44 @@ def _entries(found: dict, start: int) -> dict[str, Entry]:
     return entries
 
 
-def write_tensors(path: Path, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[torch.Tensor]) -> int:
-    """Write a safetensors file tensor by tensor, in the order of `shapes`, and return its size in bytes; only one tensor is in memory at a time.
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
-    The widest dtypes should come first, so that every tensor starts on a multiple of its element. The file is on disk when this returns.
+
+def write_tensors(path: Path, shapes: Shapes, tensors: Iterable[torch.Tensor], offsets: Mapping[str, tuple[int, ...]] | None = None) -> File:
+    """Write a safetensors file tensor by tensor, in the order of `shapes`, and return its size and SHA-256; only one tensor is in memory at a time.
+
+    The widest dtypes should come first, so that every tensor starts on a multiple of its element. `offsets` say where in the whole each part
+    lies. The file is on disk when this returns.
     """
-    described, end = {"__metadata__": {"format": "pt"}}, 0
+    header, digest, size = _header(shapes, offsets), hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for data in itertools.chain([header], _data(shapes, tensors)):
+            for low in range(0, len(data), _BLOCK_BYTES):
+                block = data[low : low + _BLOCK_BYTES]
+                digest.update(block)
+                file.write(block)
+                size += len(block)
+        settle(file)
+    return File(size, digest.hexdigest())
+
+
+def _header(shapes: Shapes, offsets: Mapping[str, tuple[int, ...]] | None) -> bytes:
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    if offsets is not None:
+        places = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
+        described["__metadata__"] |= {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
+    end = 0
     for name, (dtype, shape) in shapes.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        described[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [begin, end]}  # pyright: ignore[reportArgumentType]
+        described[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [begin, end]}
     header = json.dumps(described, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for (dtype, shape), tensor in zip(shapes.values(), tensors, strict=True):
-            assert tensor.dtype == dtype
-            assert tuple(tensor.shape) == shape
-            _write(file, tensor)
-        file.flush()
-        os.fsync(file.fileno())
-        return file.tell()
+    return len(header).to_bytes(8, "little") + header
 
 
-def _write(file: BinaryIO, tensor: torch.Tensor) -> None:
-    if tensor.numel():
-        file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+def _data(shapes: Shapes, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview | bytes]:
+    """The bytes of each tensor, from this machine's memory."""
+    for (dtype, shape), tensor in zip(shapes.values(), tensors, strict=True):
+        assert tensor.dtype == dtype
+        assert tuple(tensor.shape) == shape
+        yield tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data if tensor.numel() else b""

@@ -4,6 +4,7 @@ step-00000050             published: finished, named, complete when it was
 step-00000050.partial     being written, or left by a run that died
 step-00000050.replaced    the one published before under the same step; gone as soon as the new one is named
 step-00000050.removed     being removed
+step-00000050.2           in an object store, which cannot rename: the second one written of that step; without a manifest.json none is published
 latest.json               a pointer for people and tools; `newest` looks at the folders themselves
 """
 
@@ -15,16 +16,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pentamesh.checkpoint.disk import discard, write_text
-from pentamesh.checkpoint.manifest import verify
+from pentamesh.checkpoint.disk import discard, is_remote, retire, write_text
+from pentamesh.checkpoint.manifest import MANIFEST, verify
 from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.together import Group, first, place_in, together
 from pentamesh.errors import Problem
 
-__all__ = ["LATEST", "agreed", "latest", "name_of", "newest", "point", "prune", "published", "step_of"]
+__all__ = ["LATEST", "agreed", "latest", "name_of", "names_for", "newest", "point", "prune", "published", "step_of"]
 
 LATEST = "latest.json"
-_PUBLISHED = re.compile(r"step-(\d{8,})(\.replaced)?")
+_PUBLISHED = re.compile(r"step-(\d{8,})(?:\.(replaced|\d+))?")
 _LEFT = re.compile(r"step-(\d{8,})\.(partial|removed)")
 
 
@@ -42,8 +43,31 @@ def step_of(checkpoint: Path) -> int:
 
 def published(folder: Path) -> list[Path]:
     """Every published checkpoint, newest step first; nothing is said about whether it is still whole."""
-    found = [path for path in folder.glob("step-*") if _PUBLISHED.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=lambda path: (-step_of(path), path.name))
+    found = [path for path in _entries(folder) if _PUBLISHED.fullmatch(path.name)]
+    if is_remote(folder):
+        found = [path for path in found if (path / MANIFEST).exists()]
+    return sorted(found, key=lambda path: (step_of(path), _writing(path)), reverse=True)
+
+
+def names_for(folder: Path, step: int) -> tuple[str, str]:
+    """The name under which a step's checkpoint is written, and the one that it has when it is published."""
+    name = name_of(step)
+    if not is_remote(folder):
+        return f"{name}.partial", name
+    if before := [path for path in published(folder) if step_of(path) == step]:
+        name = f"{name}.{_writing(before[0]) + 1}"
+    return name, name
+
+
+def _writing(checkpoint: Path) -> int:
+    """Which writing of its step a published checkpoint is: the later one is the newer."""
+    number = checkpoint.name.partition(".")[2] or "1"
+    return 0 if number == "replaced" else int(number)
+
+
+def _entries(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, published or not."""
+    return [path for path in folder.iterdir() if path.name.startswith("step-")] if folder.is_dir() else []
 
 
 def newest(folder: Path, *, say: Callable[[str], object] | None = None) -> Path | None:
@@ -91,25 +115,24 @@ def prune(folder: Path, keep: int, good: Path | None = None) -> list[Path]:
         spared = next((path for path in rest if not verify(path)), None)
         rest = [path for path in rest if path != spared] if spared else []
     for path in reversed(rest):
-        gone = path.with_name(path.name.partition(".")[0] + ".removed")
-        discard(gone)
-        path.rename(gone)  # at once: a half-removed checkpoint is never published
-        discard(gone)
+        retire(path, MANIFEST)
     _sweep(folder, step_of(found[0]) if found else 0)
     return rest
 
 
 def _sweep(folder: Path, step: int) -> None:
     """Remove what was being removed, and what was being written of steps before `step`: a run saves one step at a time."""
-    for path in folder.glob("step-*"):
-        match = _LEFT.fullmatch(path.name)
-        if match and (match[2] == "removed" or int(match[1]) < step):
+    there = {path.name for path in published(folder)}
+    for path in _entries(folder):
+        match = (_PUBLISHED if is_remote(folder) else _LEFT).fullmatch(path.name)
+        if match and path.name not in there and (match[2] == "removed" or int(match[1]) < step):
             discard(path)
 
 
-def point(folder: Path, step: int) -> None:
-    """Let `latest.json` name the checkpoint of `step`."""
-    write_text(folder / LATEST, json.dumps({"schema": "pentamesh.latest", "version": 1, "step": step, "folder": name_of(step)}) + "\n")
+def point(checkpoint: Path) -> None:
+    """Let `latest.json` name a published checkpoint."""
+    body = {"schema": "pentamesh.latest", "version": 1, "step": step_of(checkpoint), "folder": checkpoint.name}
+    write_text(checkpoint.parent / LATEST, json.dumps(body) + "\n")
 
 
 def latest(folder: Path) -> Path | None:

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, HuggingFaceStorageReader
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 
 from pentamesh.checkpoint.headers import dtype_name
 from pentamesh.checkpoint.manifest import PER_RANK, Manifest, TensorFacts, verify
+from pentamesh.checkpoint.parts import Part, parts
 from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.save import said
+from pentamesh.checkpoint.shards import Reader
 from pentamesh.checkpoint.together import Group, place_in, together
 from pentamesh.errors import InputError, Problem, RunFailed
 
@@ -38,7 +40,8 @@ def load(checkpoint: Path, tensors: dict[str, torch.Tensor], *, verified: bool =
     manifest = together("reading the manifest", lambda: Manifest.read(checkpoint), group)[0]
     asked = {name for names in together("comparing names", lambda: list(tensors), group) for name in names}
     together("comparing tensors", lambda: _refuse([*_differing(manifest, tensors, checkpoint), *_unasked(manifest, asked, checkpoint)]), group)
-    together("reading the checkpoint", lambda: _read(checkpoint, tensors, group), group)
+    pieces = _pieces(checkpoint, manifest, share, group)
+    together("reading the checkpoint", lambda: _read(Reader(manifest.tensors, pieces), tensors, group), group)
     return {"step": manifest.step, **manifest.facts}
 
 
@@ -63,9 +66,18 @@ def _unasked(manifest: Manifest, asked: set[str], checkpoint: Path) -> Iterator[
             yield Problem(f"{name} {manifest.tensors[name]} is in the checkpoint and not in the run", str(checkpoint))
 
 
-def _read(checkpoint: Path, tensors: dict[str, torch.Tensor], group: Group) -> None:
+def _pieces(checkpoint: Path, manifest: Manifest, share: tuple[int, int], group: Group) -> dict[str, list[Part]]:
+    """Where every tensor lies: each rank reads the headers of a share of the files and tells the others."""
+    mine = [checkpoint / name for name in sorted(manifest.files)[share[0] :: share[1]]]
+    found: dict[str, list[Part]] = {}
+    for some in together("reading headers", lambda: parts(mine), group):
+        for name, pieces in some.items():
+            found.setdefault(name, []).extend(pieces)
+    return found
+
+
+def _read(reader: Reader, tensors: dict[str, torch.Tensor], group: Group) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = HuggingFaceStorageReader(str(checkpoint))
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process without a group is meant

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pentamesh.checkpoint.disk import forget
 from pentamesh.errors import InputError, Problem
 
 __all__ = ["MANIFEST", "PER_RANK", "SCHEMA", "VERSION", "File", "Manifest", "TensorFacts", "file_facts", "verify"]
@@ -31,6 +31,7 @@ __all__ = ["MANIFEST", "PER_RANK", "SCHEMA", "VERSION", "File", "Manifest", "Ten
 SCHEMA, VERSION, MANIFEST = "pentamesh.checkpoint", 1, "manifest.json"
 # Tensors that each rank has for itself: another number of ranks leaves some unread.
 PER_RANK = re.compile(r"^rng(_[a-z]+)?\.\d+$")
+_BLOCK_BYTES = 2**24
 _OWN_KEYS = ("schema", "version", "step", "num_tensors", "tensors", "files", "sha256")
 # Names under which torch and others keep pickles; `.metadata` is what torch's default checkpoint reader unpickles.
 _PICKLES = re.compile(r"^\.metadata$|^__\d+_\d+\.distcp$|\.(pt|pth|bin|pkl|pickle|ckpt|distcp)$")
@@ -155,9 +156,15 @@ def _altered(checkpoint: Path, manifest: Manifest, share: tuple[int, int]) -> It
 
 
 def file_facts(path: Path) -> File:
-    """Size and SHA-256 of a file, read from it."""
+    """Size and SHA-256 of a file, read from it: from the disk, where this system can be made to forget what it has in memory."""
+    digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        return File(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+        forget(file)
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+        forget(file)
+    return File(size, digest.hexdigest())
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -1,0 +1,157 @@
+"""Shards: how torch.distributed.checkpoint writes and reads our files - safetensors, tensor by tensor, in a folder here or in an object store.
+
+torch plans which rank writes and reads what, and checks that all of a tensor is written. Its own storages for safetensors hold a whole file in
+memory while they write, know no object store, and let every rank open every file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import Metadata, StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from pentamesh.checkpoint.headers import DTYPES, write_tensors
+from pentamesh.checkpoint.manifest import File, TensorFacts
+from pentamesh.checkpoint.parts import Part, read_box
+
+__all__ = ["FILE_BYTES", "Reader", "Writer"]
+
+# Files of this size: what is lost with one that is damaged, and what is read again when it is verified.
+FILE_BYTES = 1_000_000_000
+
+
+class Writer(StorageWriter):
+    """Writes what one rank has to, and keeps size and SHA-256 of each file as it was meant to be, in `files`."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self.files: dict[str, File] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between saves."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
+        """The folder is there already."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the items of this rank's plan in files of at most FILE_BYTES, or of one tensor."""
+        filled = list(_files(plan.items))
+        for number, items in enumerate(filled, 1):
+            name = f"shard-{self._rank + 1:05d}-model-{number:05d}-of-{len(filled):05d}.safetensors"
+            shapes = {item.index.fqn: (_dtype(item), tuple(_chunk(item).sizes)) for item in items}
+            offsets = {item.index.fqn: tuple(_chunk(item).offsets) for item in items}
+            self.files[name] = write_tensors(self._folder / name, shapes, (_resolved(planner, item) for item in items), offsets)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(item.index, _num_bytes(item), None) for item in plan.items])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """The manifest is `save`'s to write."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any folder."""
+        return True
+
+
+def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
+    """The items of each file: the widest dtype first, so that every tensor starts on a multiple of its element."""
+    batch: list[WriteItem] = []
+    filled = 0
+    for item in items:
+        size = _num_bytes(item)
+        if batch and filled + size > FILE_BYTES:
+            yield sorted(batch, key=lambda i: -_dtype(i).itemsize)
+            batch, filled = [], 0
+        batch.append(item)
+        filled += size
+    if batch:
+        yield sorted(batch, key=lambda i: -_dtype(i).itemsize)
+
+
+def _dtype(item: WriteItem) -> torch.dtype:
+    assert item.tensor_data is not None  # a checkpoint holds tensors only
+    return item.tensor_data.properties.dtype
+
+
+def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk
+
+
+def _num_bytes(item: WriteItem) -> int:
+    return _chunk(item).sizes.numel() * _dtype(item).itemsize
+
+
+def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    found = planner.resolve_data(item)
+    assert isinstance(found, torch.Tensor)
+    return found.detach()
+
+
+class Reader(StorageReader):
+    """Reads what the ranks ask for from the `pieces` of each tensor; `tensors` are dtype and whole shape, as the manifest says."""
+
+    def __init__(self, tensors: dict[str, TensorFacts], pieces: dict[str, list[Part]]) -> None:
+        self._tensors, self._pieces = tensors, pieces
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between loads."""
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        """What the checkpoint has, of what was read before."""
+        return Metadata({name: self._described(name, facts) for name, facts in self._tensors.items()})
+
+    def _described(self, name: str, facts: TensorFacts) -> TensorStorageMetadata:
+        entries = [piece.entry for piece in self._pieces.get(name, [])]
+        chunks = [ChunkStorageMetadata(torch.Size(entry.offset), torch.Size(entry.shape)) for entry in entries]
+        return TensorStorageMetadata(TensorProperties(dtype=DTYPES[facts.dtype]), torch.Size(facts.shape), chunks)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
+        """The pieces are known already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read each item of this rank's plan into its place."""
+        found = {(name, piece.entry.offset): piece for name, pieces in self._pieces.items() for piece in pieces}
+        for item in plan.items:
+            piece = found[_place(item.storage_index)]
+            values = read_box(piece.path, piece.entry, tuple(item.storage_offsets), tuple(item.lengths))
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(values.view(target.shape))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any folder."""
+        return True
+
+
+def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    return index.fqn, tuple(index.offset or ())
