@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from pentamesh.checkpoint import disk, headers, shards
 from pentamesh.checkpoint import save as saving
 from pentamesh.checkpoint.headers import read_header
-from pentamesh.checkpoint.keep import agreed, latest, newest, prune, published
+from pentamesh.checkpoint.keep import Retention, agreed, newest, prune
 from pentamesh.checkpoint.load import load
 from pentamesh.checkpoint.manifest import MANIFEST, Manifest, verify
+from pentamesh.checkpoint.names import latest, published
 from pentamesh.checkpoint.save import save
 from pentamesh.errors import InputError, PentameshError, RunFailed
 from pentamesh.run.worlds import run_world
@@ -380,44 +381,8 @@ def test_saving_a_step_again_replaces_it_and_one_is_there_at_any_moment(tmp_path
     assert newest(tmp_path) == again
     load(again, found)
     assert differing(found, state((1,), (), filled=True, seed=5)) == []
-    prune(tmp_path, 1, again)
+    prune(tmp_path, Retention(1), again)
     assert published(tmp_path) == [again]
-
-
-def test_prune_keeps_the_newest(tmp_path: Path) -> None:
-    paths = [alone(tmp_path, step) for step in (1, 2, 3, 10)]
-    (tmp_path / "step-00000004.partial").mkdir()
-    (tmp_path / "step-00000011.partial").mkdir()
-    (tmp_path / "step-00000001.removed").mkdir()
-    assert prune(tmp_path, 2, paths[3]) == [paths[1], paths[0]]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step-00000003", "step-00000010", "step-00000011.partial"]
-
-
-def test_prune_never_removes_the_only_good_one(tmp_path: Path) -> None:
-    paths = [alone(tmp_path, step) for step in (1, 2, 3, 4)]
-    for path in paths[2:]:
-        flip(path)
-    assert prune(tmp_path, 2) == [paths[0]]
-    assert newest(tmp_path, say=lambda _: None) == paths[1]
-    flip(paths[1])
-    assert prune(tmp_path, 1) == []
-    assert published(tmp_path) == [paths[3], paths[2], paths[1]]
-
-
-def test_a_removal_cut_short_leaves_nothing_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [alone(tmp_path, step) for step in (1, 2)]
-
-    def killed(path: Path) -> None:
-        if path.exists():
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(disk, "discard", killed)
-    with pytest.raises(KeyboardInterrupt):
-        prune(tmp_path, 1, paths[1])
-    monkeypatch.undo()
-    assert published(tmp_path) == [paths[1]]
-    prune(tmp_path, 1)
-    assert not list(tmp_path.glob("*.removed"))
 
 
 def test_room_is_checked_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,6 +278,18 @@ ONE_ERROR = {
         "model: m\ntraining:\n  evaluate_every: 5\n",
         ("evaluate_every = 5 and no held-out rows to evaluate on", "job.yaml:3 training.evaluate_every", "add data.held_out: 0.05"),
     ),
+    "the best of nothing": (
+        "model: m\ncheckpoint:\n  keep_best: true\n",
+        ("keep_best and no held-out rows to tell the best by", "job.yaml:3 checkpoint.keep_best", "add data.held_out: 0.05"),
+    ),
+    "kept for good of what is not saved": (
+        "model: m\ncheckpoint:\n  every: 50\n  keep_every: 75\n",
+        ("keep_every = 75 is no multiple of every = 50", "job.yaml:4 checkpoint.keep_every", "use keep_every = 100"),
+    ),
+    "kept for good and nothing saved": (
+        "model: m\ncheckpoint:\n  keep_every: 75\n",
+        ("keep_every = 75 and no `every`", "job.yaml:3 checkpoint.keep_every", "add checkpoint.every: 75"),
+    ),
     "floor of a constant schedule": (
         "model: m\noptimizer:\n  schedule: constant\n  min_lr_ratio: 0.1\n",
         ("min_lr_ratio = 0.1 and a constant schedule", "job.yaml:4 optimizer.min_lr_ratio", "leave it out"),

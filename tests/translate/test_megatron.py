@@ -169,7 +169,7 @@ def test_flags_set_keys_of_the_job() -> None:
     line = (
         f"{TOY} --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1 --clip-grad 0.5 --adam-beta2 0.95 "
         "--adam-eps 1e-6 --train-iters 100 --seed 7 --data-path rows.jsonl --use-distributed-optimizer --micro-batch-size 2 "
-        "--save runs/a --save-interval 10 --tensorboard-dir runs/a/tensorboard --load runs/a --exit-interval 50 "
+        "--save runs/a --save-interval 10 --save-retain-interval 40 --tensorboard-dir runs/a/tensorboard --load runs/a --exit-interval 50 "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     )
     found = read(line, "8xH100")
@@ -179,7 +179,7 @@ def test_flags_set_keys_of_the_job() -> None:
     assert optimizer.min_lr_ratio == pytest.approx(0.1)
     assert (job.training.steps, job.training.seed, job.data.train, job.method) == (100, 7, "rows.jsonl", "pretrain")
     assert (job.layout.shard, job.layout.activation_checkpointing) == ("optimizer", "full")
-    assert (job.logging.folder, job.logging.tensorboard, job.checkpoint.every) == ("runs/a", True, 10)
+    assert (job.logging.folder, job.logging.tensorboard, job.checkpoint.every, job.checkpoint.keep_every) == ("runs/a", True, 10, 40)
     assert (job.batch.micro_batch, job.batch.global_batch) == (2, 16)
     assert (found.resume, found.stop_at, job.precision) == (True, 50, "fp32")
     assert not any("chosen" in note for note in found.model.notes)

@@ -1,73 +1,44 @@
-"""Keep: which checkpoints there are, which one to go on from, and which to let go.
-
-step-00000050             published: finished, named, complete when it was
-step-00000050.partial     being written, or left by a run that died
-step-00000050.replaced    the one published before under the same step; gone as soon as the new one is named
-step-00000050.removed     being removed
-step-00000050.2           in an object store, which cannot rename: the second one written of that step; without a manifest.json none is published
-latest.json               a pointer for people and tools; `newest` looks at the folders themselves
-"""
+"""Keep: which checkpoint to go on from, which is the best, and which to let go."""
 
 from __future__ import annotations
 
-import json
-import re
+import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from pentamesh.checkpoint.disk import discard, is_remote, retire, write_text
+from pentamesh.checkpoint.disk import discard, retire
 from pentamesh.checkpoint.manifest import MANIFEST, verify
+from pentamesh.checkpoint.names import LATEST, best_first, latest, left, name_of, point, point_best, published, step_of
 from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.together import Group, first, place_in, together
 from pentamesh.errors import Problem
+from pentamesh.job.job import Checkpoint
 
-__all__ = ["LATEST", "agreed", "latest", "name_of", "names_for", "newest", "point", "prune", "published", "step_of"]
-
-LATEST = "latest.json"
-_PUBLISHED = re.compile(r"step-(\d{8,})(?:\.(replaced|\d+))?")
-_LEFT = re.compile(r"step-(\d{8,})\.(partial|removed)")
+__all__ = ["LATEST", "Retention", "agreed", "best", "latest", "name_of", "newest", "point", "prune", "published", "step_of"]
 
 
-def name_of(step: int) -> str:
-    """The folder name of a step's checkpoint."""
-    return f"step-{step:08d}"
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the `newest` ones, those of steps that `every` divides, and the best, which is the one of the lowest held-out loss."""
 
+    newest: int
+    every: int | None = None
+    best: bool = False
 
-def step_of(checkpoint: Path) -> int:
-    """The step that a published checkpoint's name says."""
-    match = _PUBLISHED.fullmatch(checkpoint.name)
-    assert match, f"{checkpoint} is not a published checkpoint"
-    return int(match[1])
+    @classmethod
+    def of(cls, asked: Checkpoint) -> Retention:
+        """What a job asks for."""
+        return cls(asked.keep, asked.keep_every, asked.keep_best)
 
-
-def published(folder: Path) -> list[Path]:
-    """Every published checkpoint, newest step first; nothing is said about whether it is still whole."""
-    found = [path for path in _entries(folder) if _PUBLISHED.fullmatch(path.name)]
-    if is_remote(folder):
-        found = [path for path in found if (path / MANIFEST).exists()]
-    return sorted(found, key=lambda path: (step_of(path), _writing(path)), reverse=True)
-
-
-def names_for(folder: Path, step: int) -> tuple[str, str]:
-    """The name under which a step's checkpoint is written, and the one that it has when it is published."""
-    name = name_of(step)
-    if not is_remote(folder):
-        return f"{name}.partial", name
-    if before := [path for path in published(folder) if step_of(path) == step]:
-        name = f"{name}.{_writing(before[0]) + 1}"
-    return name, name
-
-
-def _writing(checkpoint: Path) -> int:
-    """Which writing of its step a published checkpoint is: the later one is the newer."""
-    number = checkpoint.name.partition(".")[2] or "1"
-    return 0 if number == "replaced" else int(number)
-
-
-def _entries(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, published or not."""
-    return [path for path in folder.iterdir() if path.name.startswith("step-")] if folder.is_dir() else []
+    def most(self, last: int, saved_every: int | None) -> int:
+        """The most checkpoints that there are at once in a run that saves so often and at its `last` step, the one being written included."""
+        num_saved = 1 + ((last - 1) // saved_every if saved_every else 0)
+        for_good = 0
+        if self.every:
+            for_good = (last % self.every == 0) + ((last - 1) // math.lcm(saved_every, self.every) if saved_every else 0)
+        return min(num_saved, self.newest + for_good + self.best + 1)
 
 
 def newest(folder: Path, *, say: Callable[[str], object] | None = None) -> Path | None:
@@ -75,7 +46,12 @@ def newest(folder: Path, *, say: Callable[[str], object] | None = None) -> Path 
 
     It reads whole checkpoints, on this rank alone; `agreed` shares the work.
     """
-    return _newest(published(folder), verify, say or sys.stderr.write)
+    return _whole(published(folder), verify, say or sys.stderr.write)
+
+
+def best(folder: Path, *, say: Callable[[str], object] | None = None) -> Path | None:
+    """The published checkpoint with the lowest held-out loss of those that verify, or None where none has one; as `newest` otherwise."""
+    return _whole([path for path, _ in best_first(published(folder))], verify, say or sys.stderr.write)
 
 
 def agreed(folder: Path, *, say: Callable[[str], object] | None = None, group: Group = None) -> Path | None:
@@ -87,10 +63,10 @@ def agreed(folder: Path, *, say: Callable[[str], object] | None = None, group: G
         answers = together("verifying a checkpoint", lambda: verify(checkpoint, (rank, size)), group)
         return list(dict.fromkeys(problem for found in answers for problem in found))
 
-    return _newest([folder / name for name in names], shared, (say or sys.stderr.write) if rank == 0 else (lambda _: None))
+    return _whole([folder / name for name in names], shared, (say or sys.stderr.write) if rank == 0 else (lambda _: None))
 
 
-def _newest(candidates: list[Path], check: Callable[[Path], list[Problem]], say: Callable[[str], object]) -> Path | None:
+def _whole(candidates: list[Path], check: Callable[[Path], list[Problem]], say: Callable[[str], object]) -> Path | None:
     for checkpoint in candidates:
         problems = check(checkpoint)
         if not problems:
@@ -99,45 +75,44 @@ def _newest(candidates: list[Path], check: Callable[[Path], list[Problem]], say:
     return None
 
 
-def prune(folder: Path, keep: int, good: Path | None = None) -> list[Path]:
-    """Remove published checkpoints beyond the `keep` newest, and what dead runs left; return those removed. Only the first rank acts.
+def prune(folder: Path, retention: Retention, good: Path | None = None) -> list[Path]:
+    """Remove published checkpoints that nothing keeps, and what dead runs left; return those removed. Only the first rank acts.
 
-    `good` is one known to be whole (just saved, or just loaded). Where none of the kept ones is, they are verified, and if none of them holds,
-    the newest whole one before them stays; where none is whole, nothing goes.
+    `good` is one known to be whole (just saved, or just loaded). It stays, and so do those of later steps: left from a run that was gone back from,
+    they do not count among the newest and are written over. Without it what stays is verified, and if none of it holds, the newest whole one
+    before stays too; where none is whole, nothing goes.
     """
-    assert keep >= 1
+    assert retention.newest >= 1
     if place_in()[0] != 0:
         return []
     announce("prune")
     found = published(folder)
-    kept, rest = found[:keep], found[keep:]
-    if rest and good not in kept and all(map(verify, kept)):
+    known = good if good is not None and good.name in {path.name for path in found} else None
+    upto = step_of(known) if known else math.inf
+    rest = _unkept([path for path in found if step_of(path) <= upto], retention, known)
+    if rest and known is None and all(verify(path) for path in found if path not in rest):
         spared = next((path for path in rest if not verify(path)), None)
         rest = [path for path in rest if path != spared] if spared else []
     for path in reversed(rest):
         retire(path, MANIFEST)
-    _sweep(folder, step_of(found[0]) if found else 0)
+    if rest:
+        point_best([path for path in found if path not in rest and step_of(path) <= upto], folder)
+    _sweep(folder, step_of(known or found[0]) if found else 0)
     return rest
+
+
+def _unkept(found: list[Path], retention: Retention, good: Path | None) -> list[Path]:
+    """Those of `found`, newest first, that may go. Of two of one step the older one may, and counts for nothing."""
+    plain = [path for before, path in zip([None, *found], found, strict=False) if before is None or step_of(before) != step_of(path)]
+    kept = {path.name for path in plain[: retention.newest]} | {good.name if good else ""}
+    kept |= {path.name for path in plain if retention.every and step_of(path) % retention.every == 0}
+    if retention.best:
+        kept |= {path.name for path, _ in best_first(plain)[:1]}
+    return [path for path in found if path.name not in kept]
 
 
 def _sweep(folder: Path, step: int) -> None:
     """Remove what was being removed, and what was being written of steps before `step`: a run saves one step at a time."""
-    there = {path.name for path in published(folder)}
-    for path in _entries(folder):
-        match = (_PUBLISHED if is_remote(folder) else _LEFT).fullmatch(path.name)
-        if match and path.name not in there and (match[2] == "removed" or int(match[1]) < step):
+    for path, of, kind in left(folder):
+        if kind == "removed" or of < step:
             discard(path)
-
-
-def point(checkpoint: Path) -> None:
-    """Let `latest.json` name a published checkpoint."""
-    body = {"schema": "pentamesh.latest", "version": 1, "step": step_of(checkpoint), "folder": checkpoint.name}
-    write_text(checkpoint.parent / LATEST, json.dumps(body) + "\n")
-
-
-def latest(folder: Path) -> Path | None:
-    """What `latest.json` names, or None; for people and tools that want the last one without verifying any."""
-    try:
-        return folder / Path(json.loads((folder / LATEST).read_text())["folder"]).name
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -17,10 +17,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 
-from pentamesh.checkpoint.disk import discard, is_remote, publish, retire, write_text
+from pentamesh.checkpoint.disk import discard, is_remote, publish, write_text
 from pentamesh.checkpoint.headers import dtype_name
-from pentamesh.checkpoint.keep import names_for, point, published, step_of
 from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, file_facts
+from pentamesh.checkpoint.names import names_for, point
 from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.shards import Writer
 from pentamesh.checkpoint.together import Group, first, place_in, together
@@ -117,9 +117,6 @@ def _publish(folder: Path, names: tuple[str, str], manifest: Manifest) -> None:
     if not is_remote(folder):  # where the manifest is the last that was lacking
         publish(partial, target)
     point(target)
-    for other in published(folder):
-        if step_of(other) == manifest.step and other != target:
-            retire(other, MANIFEST)
 
 
 def said(error: CheckpointException, what: str) -> list[Problem]:

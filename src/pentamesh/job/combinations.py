@@ -33,6 +33,7 @@ def impossible(job: Job, hardware: Hardware | None) -> Iterator[Conflict]:
     yield from _sources(job)
     yield from _columns(job)
     yield from _held_out(job)
+    yield from _kept(job)
     yield from _streaming(job)
     yield from _sharding(job)
     yield from _offload(job)
@@ -129,6 +130,22 @@ def _held_out(job: Job) -> Iterator[Conflict]:
     if job.training.evaluate_every is not None and share is None:
         what = f"evaluate_every = {job.training.evaluate_every} and no held-out rows to evaluate on"
         yield Conflict(("training.evaluate_every", "data.held_out"), what, "add data.held_out: 0.05, or leave evaluate_every out")
+
+
+def _kept(job: Job) -> Iterator[Conflict]:
+    kept = job.checkpoint
+    if kept.keep_best and job.data.held_out is None:
+        what = "keep_best and no held-out rows to tell the best by"
+        yield Conflict(("checkpoint.keep_best", "data.held_out"), what, "add data.held_out: 0.05, or leave keep_best out")
+    if kept.keep_every is None:
+        return
+    if kept.every is None:
+        what = f"keep_every = {kept.keep_every} and no `every`: the last step alone is saved"
+        yield Conflict(("checkpoint.keep_every", "checkpoint.every"), what, f"add checkpoint.every: {kept.keep_every}, or leave keep_every out")
+    elif kept.keep_every % kept.every:
+        what = f"keep_every = {kept.keep_every} is no multiple of every = {kept.every}, the steps that are saved"
+        hint = f"use keep_every = {-(-kept.keep_every // kept.every) * kept.every}"
+        yield Conflict(("checkpoint.keep_every", "checkpoint.every"), what, hint)
 
 
 def _streaming(job: Job) -> Iterator[Conflict]:

@@ -256,6 +256,13 @@ class LayoutRequest(Section):
 class Checkpoint(Section):
     every: Count | None = Field(default=None, ge=1, description="Steps between checkpoints; the last step is always saved.")
     keep: Count = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
+    keep_every: Count | None = Field(
+        default=None, ge=1, description="Also keep, for good, those of steps that this divides: 1000 keeps every 1000th."
+    )
+    keep_best: bool = Field(
+        default=False,
+        description="Also keep the one with the lowest held-out loss, evaluated before each save; `pentamesh export RUN --best` writes it.",
+    )
     export: bool = Field(default=True, description="Write a Hugging Face folder at the end of the run.")
     push_to_hub: Text | None = Field(
         default=None, description="Repository on the hub (`org/name`) to which that folder is pushed, as whom `hf auth login` or HF_TOKEN says."

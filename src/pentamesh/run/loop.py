@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from pentamesh.checkpoint.keep import agreed, prune, published
+from pentamesh.checkpoint.keep import Retention, agreed, prune
+from pentamesh.checkpoint.names import point, published
 from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.together import first, together
 from pentamesh.errors import InputError, PentameshError, Problem, RunFailed
@@ -77,6 +78,7 @@ def _start(made: Run, options: Options) -> Counters:
         made.board.start(counters.step)
         if made.world.is_first:
             made.folder.rewind(counters.step)
+            point(found)
             made.progress.say(f"resumed from {found.name}: step {counters.step}, {counters.consumed} samples consumed")
         return counters
     made.board.start(-1)
@@ -103,26 +105,32 @@ def _train(made: Run, counters: Counters, last: int, measured: Measurements) -> 
     Older checkpoints go when a step after the newest has had a finite loss and gradient, and a step that had not saves nothing before the
     last: weights that nothing can be learned from any more never push out those that were good.
     """
-    keep, every = made.plan.job.checkpoint.keep, made.plan.job.checkpoint.every
+    retention = Retention.of(made.plan.job.checkpoint)
     num_unusable, saved, usable, begun = 0, None, True, counters.step
     while counters.step < last:
         unsaved = usable and saved is None and counters.step > begun
-        counters, result = _one_step(made, counters, measured, unsaved=unsaved)
+        counters, result, loss = _one_step(made, counters, measured, last, unsaved=unsaved)
         usable = result.is_usable
         num_unusable = 0 if usable else num_unusable + 1
         if num_unusable == MAX_UNUSABLE_STEPS:
             raise _unusable(made, result)
         if saved is not None and usable:
-            prune(made.folder.checkpoints, keep, good=saved)
+            prune(made.folder.checkpoints, retention, good=saved)
             saved = None
-        if counters.step == last or (usable and _due(counters.step, every)):
-            saved = store(made.folder.checkpoints, made.trainee, counters, made.plan, made.rows.digest)
+        if _saves(made, counters.step, last, result):
+            saved = store(made.folder.checkpoints, made.trainee, counters, made.plan, made.rows.digest, loss)
     if saved is not None and usable:
-        prune(made.folder.checkpoints, keep, good=saved)
+        prune(made.folder.checkpoints, retention, good=saved)
     return counters
 
 
-def _one_step(made: Run, counters: Counters, measured: Measurements, *, unsaved: bool) -> tuple[Counters, StepResult]:
+def _saves(made: Run, step: int, last: int, result: StepResult) -> bool:
+    """Whether the weights after a step, the one that gave `result`, are saved."""
+    return step == last or (result.is_usable and _due(step, made.plan.job.checkpoint.every))
+
+
+def _one_step(made: Run, counters: Counters, measured: Measurements, last: int, *, unsaved: bool) -> tuple[Counters, StepResult, float | None]:
+    """The counters after one more step, what it gave, and the held-out loss after it, where that was due."""
     announce("train")
     job = made.plan.job
     lr = learning_rate(job.optimizer, counters.step, made.num_steps)
@@ -135,15 +143,16 @@ def _one_step(made: Run, counters: Counters, measured: Measurements, *, unsaved:
     after = counters.after(result, job.batch.global_batch)
     measured.add(result, elapsed_s)
     row = _row(made, after, result, lr, measured)
-    if after.step == made.num_steps or _due(after.step, job.training.evaluate_every):
-        _evaluate(made, after, row)
+    due = after.step == made.num_steps or _due(after.step, job.training.evaluate_every)
+    due = due or (job.checkpoint.keep_best and _saves(made, after.step, last, result))
+    loss = _evaluate(made, after, row) if due else None
     if made.world.is_first:
         made.folder.append_metrics(row)
         made.board.add(row)
         made.progress.step(row)
         if result.skipped:
             made.progress.say(f"step {after.step} updated nothing: {result.skipped}")
-    return after, result
+    return after, result, loss
 
 
 def _next(made: Run, counters: Counters, *, unsaved: bool) -> list[Micro]:
@@ -152,7 +161,8 @@ def _next(made: Run, counters: Counters, *, unsaved: bool) -> list[Micro]:
         return made.batches.step(counters.consumed)
     except PentameshError:
         if unsaved:
-            store(made.folder.checkpoints, made.trainee, counters, made.plan, made.rows.digest)
+            loss = _evaluate(made, counters, {}) if made.plan.job.checkpoint.keep_best else None
+            store(made.folder.checkpoints, made.trainee, counters, made.plan, made.rows.digest, loss)
         raise
 
 
@@ -187,10 +197,10 @@ def _row(made: Run, counters: Counters, result: StepResult, lr: float, measured:
     }
 
 
-def _evaluate(made: Run, counters: Counters, row: dict[str, Any]) -> None:
-    """Add the held-out loss to `row`, and say it."""
+def _evaluate(made: Run, counters: Counters, row: dict[str, Any]) -> float | None:
+    """The held-out loss, where the job holds rows out; it is added to `row`, and said."""
     if made.rows.held_out is None:
-        return
+        return None
     found = held_out(made.trainee.module, made.rows.held_out, made.plan.job.batch.micro_batch, made.trainee.model, made.world)
     row["held_out_loss"] = found.loss
     if made.world.is_first:
@@ -198,6 +208,7 @@ def _evaluate(made: Run, counters: Counters, row: dict[str, Any]) -> None:
         if not counters.step:  # no row of metrics has it
             made.board.add({"step": 0, "held_out_loss": found.loss})
         made.progress.say(f"held-out loss after step {counters.step}: {found.loss:.4f} over {found.num_tokens:,} trained tokens")
+    return found.loss
 
 
 def _finish(made: Run, measured: Measurements, counters: Counters) -> tuple[Problem, ...]:

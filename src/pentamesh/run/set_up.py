@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentamesh.checkpoint.disk import check_room
-from pentamesh.checkpoint.keep import published
+from pentamesh.checkpoint.keep import Retention
+from pentamesh.checkpoint.names import published
 from pentamesh.checkpoint.together import first
 from pentamesh.checkpoint.weights import Weights
 from pentamesh.errors import InputError
@@ -61,7 +62,7 @@ def set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
     found = rows(job, lambda: tokenizer_of(source, job.data.chat_template), folder, lambda samples: samples.within(model.vocab, str(source)))
     num_steps, in_run = _length(plan, found.train)
     trainee = _trainee(plan, model, source, world)
-    first("looking for room for checkpoints", lambda: check_room(folder.checkpoints, _room(trainee, plan, folder)))
+    first("looking for room for checkpoints", lambda: check_room(folder.checkpoints, _room(trainee, plan, folder, num_steps)))
     batches = Batches(
         found.train,
         job.training.seed,
@@ -77,10 +78,11 @@ def set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
     return Run(plan, folder, world, trainee, found, batches, num_steps, Progress(plan, num_steps, job.logging.every), board)
 
 
-def _room(trainee: Trainee, plan: Plan, folder: RunFolder) -> int:
-    """Bytes that checkpoints still need on disk: those that are kept and the one being written, less those that are there."""
+def _room(trainee: Trainee, plan: Plan, folder: RunFolder, num_steps: int) -> int:
+    """Bytes that checkpoints still need on disk: those that stay over the run and the one being written, less those that are there."""
     each = sum(t.nbytes for t in state_tensors(trainee).values())  # of whole tensors, also where a rank holds a part
-    return each * max(1, plan.job.checkpoint.keep + 1 - len(published(folder.checkpoints)))
+    kept = plan.job.checkpoint
+    return each * max(1, Retention.of(kept).most(num_steps, kept.every) - len(published(folder.checkpoints)))
 
 
 def _source(plan: Plan, folder: RunFolder) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,11 @@ def tensors(trainee: Trainee) -> dict[str, torch.Tensor]:
     return found
 
 
-def store(folder: Path, trainee: Trainee, counters: Counters, plan: Plan, data: str) -> Path:
-    """Save a checkpoint and return its path; `data` is the digest of the training samples. Collective."""
+def store(folder: Path, trainee: Trainee, counters: Counters, plan: Plan, data: str, held_out_loss: float | None = None) -> Path:
+    """Save a checkpoint and return its path; `data` is the digest of the training samples. Collective.
+
+    `held_out_loss` is that of its weights, where they were evaluated.
+    """
     facts: dict[str, Any] = {
         "counters": asdict(counters),
         "data": {"consumed": counters.consumed, **_order(plan, data)},
@@ -69,7 +74,10 @@ def store(folder: Path, trainee: Trainee, counters: Counters, plan: Plan, data: 
         "layout": plan.to_json()["layout"],
         "plan": plan.fingerprint,
         "world_size": trainee.world.num_ranks,
+        "saved_at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
+    if held_out_loss is not None:
+        facts["held_out_loss"] = held_out_loss if math.isfinite(held_out_loss) else None  # JSON has no NaN
     return save(folder, counters.step, tensors(trainee), facts)
 
 

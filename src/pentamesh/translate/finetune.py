@@ -51,6 +51,7 @@ FLAGS = (
     Flag("--torch-compile", "training.compile", "compile every block", sets=True),
     Flag("--output-dir", "logging.folder", "run folder", metavar="FOLDER"),
     Flag("--save-steps", "checkpoint.every", "steps between checkpoints", metavar="N"),
+    Flag("--save-total-limit", "checkpoint.keep", "newest checkpoints that are kept", metavar="N"),
     Flag("--eval-steps", "training.evaluate_every", "steps between evaluations", metavar="N"),
     Flag("--tensorboard", "logging.tensorboard", "write TensorBoard event files too", sets=True),
     Flag("--hardware", "hardware", "machine to plan for; found from this one when not given", metavar="WHAT"),

@@ -31,6 +31,7 @@ FLAGS = (
     Flag("--data-path", "data.train", "training rows", metavar="FILE"),
     Flag("--save", "logging.folder", "run folder, with its checkpoints", metavar="FOLDER"),
     Flag("--save-interval", "checkpoint.every", "steps between checkpoints", metavar="N"),
+    Flag("--save-retain-interval", "checkpoint.keep_every", "steps between checkpoints that stay for good", metavar="N"),
     Flag("--log-interval", "logging.every", "steps between lines of progress", metavar="N"),
     Flag("--recompute-activations", "layout.activation_checkpointing", "--recompute-granularity selective", sets="selective"),
     Flag("--recompute-granularity", "layout.activation_checkpointing", "full | selective; chosen when not given", metavar="WHAT"),
