@@ -6,6 +6,7 @@ one of them.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from pentamesh.layout.split import Box, Split
+from pentamesh.layout.split import Box, Split, chunk
 from pentamesh.model.dims import TensorSpec
 
 __all__ = ["Held", "Portion", "held", "portions"]
+
+# Below this, what many ranks hold is saved by one: a file of many small pieces is slow to write and to read.
+SHARE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,30 @@ def portions(tensor: TensorSpec) -> tuple[Portion, ...]:
     return tuple(found)
 
 
-def held(name: str, local: torch.Tensor, split: Split, rank: int) -> dict[str, torch.Tensor]:
-    """What `rank` holds of a tensor, in the storage of `local`, by the names under which a checkpoint keeps it."""
+def held(name: str, local: torch.Tensor, split: Split, rank: int, *, shared: bool = False) -> dict[str, torch.Tensor]:
+    """What `rank` holds of a tensor, in the storage of `local`, by the names under which a checkpoint keeps it.
+
+    With `shared` it is what `rank` saves: where others hold the same, each saves a part of the rows, so that all have about as much to write.
+    """
     found: dict[str, torch.Tensor] = {}
     for portion in portions(split.tensor):
         ends = [low + length for low, length in zip(portion.offset, portion.shape, strict=True)]
         inside = [box for box in split.boxes(rank) if all(map(_lies, box.offset, portion.offset, ends))]
+        if shared:
+            inside = [part for box in inside if (part := _share(box, f"{name}{portion.suffix}", local.itemsize, *split.copy(rank))) is not None]
         boxes = [Box(tuple(a - b for a, b in zip(box.offset, portion.offset, strict=True)), box.size, box.local_offset) for box in inside]
         found[name + portion.suffix] = Held(local, portion.shape, boxes)
     return found
+
+
+def _share(box: Box, name: str, itemsize: int, copy: int, num_copies: int) -> Box | None:
+    """The rows of a box that its holder number `copy` of `num_copies` saves; small boxes go whole to one, which the name decides."""
+    num_parts = min(num_copies, max(1, box.numel * itemsize // SHARE_BYTES))
+    number = (copy + zlib.crc32(name.encode())) % num_copies
+    low, length = chunk(box.size[0], number, num_parts) if number < num_parts else (0, 0)
+    if not length:
+        return None
+    return Box((box.offset[0] + low, *box.offset[1:]), (length, *box.size[1:]), (box.local_offset[0] + low, *box.local_offset[1:]))
 
 
 def _lies(at: int, low: int, high: int) -> bool:
@@ -76,9 +95,9 @@ class Held(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TypeError(f"{func} of a tensor that is partly elsewhere")
 
-    @property
-    def held_bytes(self) -> int:
-        return sum(box.numel for box in self.boxes) * self.dtype.itemsize
+    def part(self, box: Box) -> torch.Tensor:
+        """The values of one of the boxes, where they are."""
+        return self.local[tuple(slice(low, low + length) for low, length in zip(box.local_offset, box.size, strict=True))]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)
@@ -89,5 +108,4 @@ class Held(torch.Tensor):
         return [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        box = next(box for box in self.boxes if box.offset == tuple(index.offset or ()))
-        return self.local[tuple(slice(low, low + length) for low, length in zip(box.local_offset, box.size, strict=True))]
+        return self.part(next(box for box in self.boxes if box.offset == tuple(index.offset or ())))

@@ -263,6 +263,9 @@ class Checkpoint(Section):
         default=False,
         description="Also keep the one with the lowest held-out loss, evaluated before each save; `pentamesh export RUN --best` writes it.",
     )
+    asynchronous: bool = Field(
+        default=True, description="Bring checkpoints to disk beside the steps that follow: they wait for a copy to host memory alone."
+    )
     export: bool = Field(default=True, description="Write a Hugging Face folder at the end of the run.")
     push_to_hub: Text | None = Field(
         default=None, description="Repository on the hub (`org/name`) to which that folder is pushed, as whom `hf auth login` or HF_TOKEN says."

@@ -14,8 +14,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from pentamesh.layout.mesh import Layout
-from pentamesh.layout.rules import copies, cutting_axes, partial_axes, sharding_of
+from pentamesh.layout.mesh import AXES, EXPERT_AXES, Layout
+from pentamesh.layout.rules import copies, cutting_axes, is_expert, partial_axes, sharding_of
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 
@@ -84,6 +84,17 @@ class Split:
         per_dim = [_with_local_offsets(self.intervals(rank, dim)) for dim in range(len(self.tensor.dims))]
         boxes = (Box(*map(tuple, zip(*combo, strict=True))) for combo in itertools.product(*per_dim))
         return tuple(box for box in boxes if box.numel)
+
+    def copy(self, rank: int) -> tuple[int, int]:
+        """Which of the ranks that hold the same boxes `rank` is, and how many they are."""
+        view = ("dp_replicate", *EXPERT_AXES) if is_expert(self.tensor) else AXES[1:]
+        free = tuple(axis for axis in view if axis not in self.axes)
+        index, count = self.layout.mesh.coord(rank, free), self.layout.mesh.degree(*free)
+        for dim, cuts in zip(self.tensor.dims, self.cuts, strict=True):
+            for cut in (cut for cut in cuts if not cut.by_element):
+                shared = copies(dim, self.layout.mesh.degree(*cut.axes))
+                index, count = index * shared + self.layout.mesh.coord(rank, cut.axes) % shared, count * shared
+        return index, count
 
     @cached_property
     def max_local_numel(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pentamesh.checkpoint.keep import Retention, agreed, prune
+from pentamesh.checkpoint.keep import agreed
 from pentamesh.checkpoint.names import point, published
 from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.together import first, together
@@ -61,7 +61,7 @@ def run(plan: Plan, folder: RunFolder, world: World, options: Options) -> Ending
     if counters.step > last:
         where = "training" if last == made.num_steps else "--stop-at"
         raise InputError(f"the checkpoint is of step {counters.step}, and the run ends at step {last}", where=where, hint="let the run end later")
-    with closing(made.rows):
+    with closing(made.rows), made.saver:
         counters = _train(made, counters, last, measured)
     made.board.close()
     return Ending("done" if counters.step == made.num_steps else "stopped", _finish(made, measured, counters))
@@ -105,23 +105,25 @@ def _train(made: Run, counters: Counters, last: int, measured: Measurements) -> 
     Older checkpoints go when a step after the newest has had a finite loss and gradient, and a step that had not saves nothing before the
     last: weights that nothing can be learned from any more never push out those that were good.
     """
-    retention = Retention.of(made.plan.job.checkpoint)
-    num_unusable, saved, usable, begun = 0, None, True, counters.step
+    num_unusable, usable, saved = 0, True, counters.step
     while counters.step < last:
-        unsaved = usable and saved is None and counters.step > begun
-        counters, result, loss = _one_step(made, counters, measured, last, unsaved=unsaved)
+        counters, result, loss = _one_step(made, counters, measured, last, unsaved=usable and counters.step > saved)
         usable = result.is_usable
         num_unusable = 0 if usable else num_unusable + 1
         if num_unusable == MAX_UNUSABLE_STEPS:
             raise _unusable(made, result)
-        if saved is not None and usable:
-            prune(made.folder.checkpoints, retention, good=saved)
-            saved = None
+        if usable:
+            made.saver.proved()
         if _saves(made, counters.step, last, result):
-            saved = store(made.folder.checkpoints, made.trainee, counters, made.plan, made.rows.digest, loss)
-    if saved is not None and usable:
-        prune(made.folder.checkpoints, retention, good=saved)
+            _store(made, counters, loss)
+            saved = counters.step
+    made.saver.settle(proved=usable)
     return counters
+
+
+def _store(made: Run, counters: Counters, held_out_loss: float | None) -> None:
+    """Begin to save the state after a step."""
+    store(made.saver.begin, made.trainee, counters, made.plan, made.rows.digest, held_out_loss)
 
 
 def _saves(made: Run, step: int, last: int, result: StepResult) -> bool:
@@ -162,7 +164,8 @@ def _next(made: Run, counters: Counters, *, unsaved: bool) -> list[Micro]:
     except PentameshError:
         if unsaved:
             loss = _evaluate(made, counters, {}) if made.plan.job.checkpoint.keep_best else None
-            store(made.folder.checkpoints, made.trainee, counters, made.plan, made.rows.digest, loss)
+            _store(made, counters, loss)
+            made.saver.settle(proved=False)
         raise
 
 

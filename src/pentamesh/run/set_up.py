@@ -9,6 +9,7 @@ from pathlib import Path
 from pentamesh.checkpoint.disk import check_room
 from pentamesh.checkpoint.keep import Retention
 from pentamesh.checkpoint.names import published
+from pentamesh.checkpoint.saver import Saver
 from pentamesh.checkpoint.together import first
 from pentamesh.checkpoint.weights import Weights
 from pentamesh.errors import InputError
@@ -48,6 +49,7 @@ class Run:
     num_steps: int
     progress: Progress
     board: Board
+    saver: Saver
 
 
 def set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
@@ -75,7 +77,9 @@ def set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
         group_by_length=job.batch.group_by_length,
     )
     board = Board(folder.tensorboard if job.logging.tensorboard and world.is_first else None)
-    return Run(plan, folder, world, trainee, found, batches, num_steps, Progress(plan, num_steps, job.logging.every), board)
+    progress, kept = Progress(plan, num_steps, job.logging.every), job.checkpoint
+    saver = Saver(folder.checkpoints, Retention.of(kept), asynchronous=kept.asynchronous, say=progress.say)
+    return Run(plan, folder, world, trainee, found, batches, num_steps, progress, board, saver)
 
 
 def _room(trainee: Trainee, plan: Plan, folder: RunFolder, num_steps: int) -> int:

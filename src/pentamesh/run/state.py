@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from pentamesh.checkpoint.held import held
 from pentamesh.checkpoint.load import load
-from pentamesh.checkpoint.save import save
 from pentamesh.errors import InputError
 from pentamesh.layout.split import split
 from pentamesh.model.roles import Role
@@ -22,6 +22,9 @@ from pentamesh.run.place import local
 from pentamesh.run.step import StepResult, Trainee
 
 __all__ = ["Counters", "restore", "store", "tensors"]
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,25 +48,31 @@ class Counters:
         )
 
 
-def tensors(trainee: Trainee) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, by name: weights, moments of those that are trained, step counts and each rank's random state."""
+def tensors(trainee: Trainee, *, shared: bool = False) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, by name: weights, moments of those that are trained, step counts and each rank's random state.
+
+    With `shared`, of what several ranks hold each has its share only: what it saves.
+    """
     found: dict[str, torch.Tensor] = {}
     rank, layout = trainee.world.rank, trainee.world.layout
     for tensor in trainee.model.parameters:
         parameter, kept = trainee.parameters[tensor.name], split(tensor, Role.STATE, layout)
-        found |= held(f"model.{tensor.name}", local(parameter.detach()), kept, rank)
+        found |= held(f"model.{tensor.name}", local(parameter.detach()), kept, rank, shared=shared)
         for name in STATE_NAMES if tensor.trained else ():
             value = trainee.optimizer.state[parameter][name]
             own = f"optimizer.{tensor.name}.{name}"
-            found |= held(own, local(value), kept, rank) if value.ndim else {own: value}
+            found |= held(own, local(value), kept, rank, shared=shared) if value.ndim else {own: value}
     found[f"rng.{trainee.world.rank}"] = torch.get_rng_state()
     if trainee.world.device.type == "cuda":
         found[f"rng_cuda.{trainee.world.rank}"] = torch.cuda.get_rng_state(trainee.world.device)
     return found
 
 
-def store(folder: Path, trainee: Trainee, counters: Counters, plan: Plan, data: str, held_out_loss: float | None = None) -> Path:
-    """Save a checkpoint and return its path; `data` is the digest of the training samples. Collective.
+Save = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, Any]], T]
+
+
+def store(save: Save[T], trainee: Trainee, counters: Counters, plan: Plan, data: str, held_out_loss: float | None = None) -> T:
+    """What `save` makes of the step, its tensors and its facts; `data` is the digest of the training samples. Collective.
 
     `held_out_loss` is that of its weights, where they were evaluated.
     """
@@ -78,7 +87,7 @@ def store(folder: Path, trainee: Trainee, counters: Counters, plan: Plan, data: 
     }
     if held_out_loss is not None:
         facts["held_out_loss"] = held_out_loss if math.isfinite(held_out_loss) else None  # JSON has no NaN
-    return save(folder, counters.step, tensors(trainee), facts)
+    return save(counters.step, tensors(trainee, shared=True), facts)
 
 
 def _order(plan: Plan, data: str) -> dict[str, Any]:
