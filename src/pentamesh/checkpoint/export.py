@@ -7,26 +7,24 @@ together from its parts, cast, written and forgotten. What came in as a Hugging 
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
-from safetensors import safe_open
 
 from pentamesh.checkpoint.disk import check_room, discard, publish, write_text
-from pentamesh.checkpoint.headers import DTYPES, Entry, read_header, write_tensors
+from pentamesh.checkpoint.headers import grouped, weight_dtype, write_tensors
 from pentamesh.checkpoint.held import Portion, portions
 from pentamesh.checkpoint.manifest import Manifest, verify
+from pentamesh.checkpoint.parts import Part, fill, parts, unfilled
 from pentamesh.checkpoint.weights import INDEX, SINGLE, Weights, file_name, inside
 from pentamesh.errors import InputError, Problem, RunFailed
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.spec import ModelSpec
 
-__all__ = ["COMPANIONS", "PASSED_ON", "RECORD", "copy_companions", "export"]
+__all__ = ["COMPANIONS", "PASSED_ON", "RECORD", "check_finite", "copy_companions", "export"]
 
 # What goes along whatever the tokenizer: how to generate, and what a licence asks to pass on.
 PASSED_ON = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
@@ -49,12 +47,8 @@ RECORD = "pentamesh.json"
 _CONFIG = "config.json"
 
 
-@dataclass(frozen=True)
-class Part:
-    """A piece of a stored tensor: the file it lies in, and its entry there."""
-
-    path: Path
-    entry: Entry
+# Values that are looked at together.
+_BLOCK = 2**22
 
 
 def export(
@@ -76,8 +70,9 @@ def export(
     Raises InputError when the checkpoint is not whole, lacks a tensor, or `target` holds something else; RunFailed for values not finite.
     """
     _refuse([*verify(checkpoint), *_occupied(target)])
-    parts = _parts(checkpoint)
-    _refuse(list(_lacking(model, parts, checkpoint)))
+    manifest = Manifest.read(checkpoint)
+    pieces = parts(checkpoint / name for name in sorted(manifest.files))
+    _refuse(list(_lacking(model, manifest, pieces, checkpoint)))
     dtypes = _dtypes(model, source, dtype)
     size = sum(t.numel * dtypes[t.name].itemsize for t in model.parameters)
     check_room(target.parent, size)
@@ -85,12 +80,12 @@ def export(
     discard(partial)
     partial.mkdir()
     try:
-        _write_weights(partial, model, parts, dtypes, max_shard_bytes)
+        _write_weights(partial, model, pieces, dtypes, max_shard_bytes)
         _write_config(partial, model, source, dtypes, dtype)
         copy_companions(partial, source)
         if chat_template is not None:
             _write_template(partial, chat_template)
-        _write_record(partial, checkpoint, model)
+        _write_record(partial, manifest, model)
         publish(partial, target)
     except BaseException:
         discard(partial)
@@ -111,41 +106,26 @@ def _occupied(target: Path) -> Iterator[Problem]:
         yield Problem(f"{target.name} holds files that Pentamesh did not export; they are not overwritten", str(target), hint)
 
 
-def _parts(checkpoint: Path) -> dict[str, list[Part]]:
-    """The pieces of every weight, by its name in the checkpoint."""
-    parts: dict[str, list[Part]] = {}
-    for name in sorted(Manifest.read(checkpoint).files):
-        header = read_header(checkpoint / name)
-        for tensor, entry in header.entries.items():
-            if tensor.startswith("model.") and math.prod(entry.shape):
-                parts.setdefault(tensor, []).append(Part(header.path, entry))
-    return parts
-
-
 def _stored(tensor: TensorSpec) -> dict[str, Portion]:
     """By the names in the checkpoint, the parts of a tensor: one, or those that are fused in it."""
     return {f"model.{tensor.name}{portion.suffix}": portion for portion in portions(tensor)}
 
 
-def _lacking(model: ModelSpec, parts: dict[str, list[Part]], checkpoint: Path) -> Iterator[Problem]:
-    stored = Manifest.read(checkpoint).tensors
+def _lacking(model: ModelSpec, manifest: Manifest, pieces: dict[str, list[Part]], checkpoint: Path) -> Iterator[Problem]:
     for tensor, name, portion in ((t, *item) for t in model.parameters for item in _stored(t).items()):
-        wanted, shape = math.prod(portion.shape), list(portion.shape)
-        if name not in stored:
+        found, shape = manifest.tensors.get(name), list(portion.shape)
+        if found is None:
             yield Problem(f"{tensor} is not in the checkpoint", str(checkpoint))
-        elif stored[name].shape != portion.shape:
-            yield Problem(f"{tensor}{portion.suffix} should be {shape} and is {list(stored[name].shape)}", str(checkpoint))
-        elif (found := sum(math.prod(part.entry.shape) for part in parts.get(name, []))) != wanted:
-            yield Problem(f"{tensor}{portion.suffix} has {wanted:,} values, {found:,} are in the checkpoint", str(checkpoint))
+        elif found.shape != portion.shape:
+            yield Problem(f"{tensor}{portion.suffix} should be {shape} and is {list(found.shape)}", str(checkpoint))
+        else:
+            yield from unfilled(f"{tensor}{portion.suffix}", portion.shape, pieces.get(name, []))
 
 
 def _dtypes(model: ModelSpec, source: Path | None, dtype: str | None) -> dict[str, torch.dtype]:
     """The dtype of each exported tensor: as asked, or the source's own, or float32."""
-    floats = {str(known).removeprefix("torch."): known for known in DTYPES.values() if known.is_floating_point}
-    if dtype is not None and dtype not in floats:
-        raise InputError(f"{dtype} is not a dtype of weights", hint=f"use one of {', '.join(floats)}")
     if dtype is not None or not _has_weights(source):
-        return {tensor.name: floats[dtype or "float32"] for tensor in model.parameters}
+        return dict.fromkeys((tensor.name for tensor in model.parameters), weight_dtype(dtype or "float32"))
     weights = Weights.open(source)
     weights.check(model)
     return {tensor.name: weights.tensors[file_name(tensor)].entry.torch_dtype for tensor in model.parameters}
@@ -155,47 +135,38 @@ def _has_weights(source: Path | None) -> TypeGuard[Path]:
     return source is not None and ((source / SINGLE).exists() or (source / INDEX).exists())
 
 
-def _write_weights(partial: Path, model: ModelSpec, parts: dict[str, list[Part]], dtypes: dict[str, torch.dtype], max_shard_bytes: float) -> None:
+def _write_weights(partial: Path, model: ModelSpec, pieces: dict[str, list[Part]], dtypes: dict[str, torch.dtype], max_shard_bytes: float) -> None:
     """One file, or several with an index, named as transformers names them."""
-    shards = list(_shards(model, dtypes, max_shard_bytes))
+    tensors = {file_name(tensor): tensor for tensor in model.parameters}
+    shapes = {name: (dtypes[tensor.name], tensor.shape) for name, tensor in tensors.items()}
+    shards = list(grouped(shapes, max_shard_bytes))
     places: dict[str, str] = {}
-    for number, tensors in enumerate(shards, 1):
-        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        places |= {file_name(tensor): name for tensor in tensors}
-        shapes = {file_name(tensor): (dtypes[tensor.name], tensor.shape) for tensor in tensors}
-        write_tensors(partial / name, shapes, (_whole(tensor, parts, dtypes[tensor.name]) for tensor in tensors))
+    for number, names in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        places |= dict.fromkeys(names, file)
+        whole = (_whole(tensors[name], pieces, shapes[name][0]) for name in names)
+        write_tensors(partial / file, {name: shapes[name] for name in names}, whole)
     if len(shards) > 1:
         size = sum(t.numel * dtypes[t.name].itemsize for t in model.parameters)
         metadata = {"total_parameters": model.num_parameters, "total_size": size}
         write_text(partial / INDEX, json.dumps({"metadata": metadata, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n")
 
 
-def _shards(model: ModelSpec, dtypes: dict[str, torch.dtype], max_shard_bytes: float) -> Iterator[list[TensorSpec]]:
-    """The tensors of each output file in model order, the widest dtype first within a file; a file holds at least one."""
-    shard: list[TensorSpec] = []
-    filled = 0
-    for tensor in model.parameters:
-        size = tensor.numel * dtypes[tensor.name].itemsize
-        if shard and filled + size > max_shard_bytes:
-            yield sorted(shard, key=lambda t: -dtypes[t.name].itemsize)
-            shard, filled = [], 0
-        shard.append(tensor)
-        filled += size
-    yield sorted(shard, key=lambda t: -dtypes[t.name].itemsize)
-
-
-def _whole(tensor: TensorSpec, parts: dict[str, list[Part]], dtype: torch.dtype) -> torch.Tensor:
+def _whole(tensor: TensorSpec, pieces: dict[str, list[Part]], dtype: torch.dtype) -> torch.Tensor:
     """A tensor put together from its parts and cast. Raises RunFailed where it is not finite."""
     whole = torch.empty(tensor.shape, dtype=dtype)
-    stored = [(name, portion.offset, part) for name, portion in _stored(tensor).items() for part in parts[name]]
-    for name, start, part in stored:
-        place = tuple(slice(a + b, a + b + length) for a, b, length in zip(start, part.entry.offset, part.entry.shape, strict=True))
-        with safe_open(part.path, framework="pt") as file:
-            whole[place] = file.get_tensor(name).to(dtype)
-    if not bool(torch.isfinite(whole).all()):
-        bad = whole.numel() - int(torch.isfinite(whole).sum())
-        raise RunFailed(f"{tensor} has {bad:,} values that are NaN or infinite as {dtype}", where=str(stored[0][2].path.parent))
+    for name, portion in _stored(tensor).items():
+        place = tuple(slice(low, low + length) for low, length in zip(portion.offset, portion.shape, strict=True))
+        fill(whole[place], pieces[name])
+    check_finite(whole, str(tensor), pieces[next(iter(_stored(tensor)))][0].path.parent)
     return whole
+
+
+def check_finite(whole: torch.Tensor, name: str, checkpoint: Path) -> None:
+    """Raise RunFailed where values of a weight are not finite, looking at some of them at a time."""
+    bad = sum(block.numel() - int(torch.isfinite(block).sum()) for block in whole.reshape(-1).split(_BLOCK))
+    if bad:
+        raise RunFailed(f"{name} has {bad:,} values that are NaN or infinite as {whole.dtype}", where=str(checkpoint))
 
 
 def _write_config(partial: Path, model: ModelSpec, source: Path | None, dtypes: dict[str, torch.dtype], dtype: str | None) -> None:
@@ -235,7 +206,6 @@ def _write_template(partial: Path, chat_template: str) -> None:
             write_text(config, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
 
 
-def _write_record(partial: Path, checkpoint: Path, model: ModelSpec) -> None:
-    manifest = Manifest.read(checkpoint)
+def _write_record(partial: Path, manifest: Manifest, model: ModelSpec) -> None:
     record = {"schema": "pentamesh.export", "version": 1, "model": model.name, "step": manifest.step, "plan": manifest.facts.get("plan")}
     write_text(partial / RECORD, json.dumps(record, indent=2) + "\n")

@@ -11,13 +11,12 @@ writer keeps the offsets under DCP_SHARDING_INFO (torch.distributed.checkpoint._
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -25,7 +24,7 @@ from pentamesh.checkpoint.disk import settle
 from pentamesh.checkpoint.manifest import File
 from pentamesh.errors import InputError, Problem
 
-__all__ = ["DTYPES", "Entry", "Header", "dtype_name", "read_header", "write_tensors"]
+__all__ = ["DTYPES", "Entry", "Header", "dtype_name", "grouped", "read_header", "weight_dtype", "write_tensors"]
 
 # Names of the format for the dtypes of weights and states that we keep.
 DTYPES = {
@@ -74,6 +73,14 @@ def dtype_name(dtype: torch.dtype) -> str:
         if known == dtype:
             return name
     raise ValueError(f"tensors of {dtype} are not kept in files")
+
+
+def weight_dtype(name: str) -> torch.dtype:
+    """The dtype of weights that torch calls so (`bfloat16`). Raises InputError."""
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values() if dtype.is_floating_point}
+    if name not in known:
+        raise InputError(f"{name} is not a dtype of weights", hint=f"use one of {', '.join(known)}")
+    return known[name]
 
 
 def read_header(path: Path) -> Header:
@@ -129,22 +136,57 @@ def _entries(found: dict, start: int) -> dict[str, Entry]:
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
+def grouped(shapes: Shapes, max_bytes: float) -> Iterator[list[str]]:
+    """The names of the tensors of each file, in order, the widest dtype first within a file; a file holds at least one, else at most `max_bytes`."""
+    group: list[str] = []
+    filled = 0
+    for name, (dtype, shape) in shapes.items():
+        size = math.prod(shape) * dtype.itemsize
+        if group and filled + size > max_bytes:
+            yield sorted(group, key=lambda name: -shapes[name][0].itemsize)
+            group, filled = [], 0
+        group.append(name)
+        filled += size
+    yield sorted(group, key=lambda name: -shapes[name][0].itemsize)
+
+
 def write_tensors(path: Path, shapes: Shapes, tensors: Iterable[torch.Tensor], offsets: Mapping[str, tuple[int, ...]] | None = None) -> File:
     """Write a safetensors file tensor by tensor, in the order of `shapes`, and return its size and SHA-256; only one tensor is in memory at a time.
 
     The widest dtypes should come first, so that every tensor starts on a multiple of its element. `offsets` say where in the whole each part
     lies. The file is on disk when this returns.
     """
-    header, digest, size = _header(shapes, offsets), hashlib.sha256(), 0
-    with path.open("wb") as file:
-        for data in itertools.chain([header], _data(shapes, tensors)):
-            for low in range(0, len(data), _BLOCK_BYTES):
-                block = data[low : low + _BLOCK_BYTES]
-                digest.update(block)
-                file.write(block)
-                size += len(block)
-        settle(file)
-    return File(size, digest.hexdigest())
+    with path.open("wb") as opened:
+        file = _Hashed(opened)
+        file.write(_header(shapes, offsets))
+        coming = iter(tensors)
+        for dtype, shape in shapes.values():
+            tensor = next(coming)
+            assert tensor.dtype == dtype
+            assert tuple(tensor.shape) == shape
+            if tensor.numel():
+                file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            del tensor  # before the next one is made
+        assert next(coming, None) is None
+        settle(opened)
+    return file.facts()
+
+
+class _Hashed:
+    """A file that is written, its size and SHA-256 so far."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest, self._size = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        for low in range(0, len(data), _BLOCK_BYTES):
+            block = data[low : low + _BLOCK_BYTES]
+            self._digest.update(block)
+            self._file.write(block)
+        self._size += len(data)
+
+    def facts(self) -> File:
+        return File(self._size, self._digest.hexdigest())
 
 
 def _header(shapes: Shapes, offsets: Mapping[str, tuple[int, ...]] | None) -> bytes:
@@ -159,11 +201,3 @@ def _header(shapes: Shapes, offsets: Mapping[str, tuple[int, ...]] | None) -> by
     header = json.dumps(described, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
-
-
-def _data(shapes: Shapes, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview | bytes]:
-    """The bytes of each tensor, from this machine's memory."""
-    for (dtype, shape), tensor in zip(shapes.values(), tensors, strict=True):
-        assert tensor.dtype == dtype
-        assert tuple(tensor.shape) == shape
-        yield tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data if tensor.numel() else b""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,10 +105,11 @@ class Manifest:
         return sum(file.bytes for file in self.files.values())
 
 
-def verify(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[Problem]:
+def verify(checkpoint: Path, share: tuple[int, int] = (0, 1), *, hashed: Callable[[int], object] = lambda _: None) -> list[Problem]:
     """Everything in which a checkpoint's folder is not what its manifest says; none when it is whole.
 
-    Of the checksums only every n-th is computed, for a `share` (i, n); names, links and sizes are looked at for all files.
+    Of the checksums only every n-th is computed, for a `share` (i, n); names, links and sizes are looked at for all files. `hashed` hears the
+    bytes of each file whose checksum was computed.
     """
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return [Problem(f"{checkpoint.name} is not a checkpoint folder", str(checkpoint))]
@@ -117,7 +118,7 @@ def verify(checkpoint: Path, share: tuple[int, int] = (0, 1)) -> list[Problem]:
     except InputError as error:
         return [*_foreign(checkpoint, None), *error.problems]
     problems = [*_foreign(checkpoint, manifest), *_resized(checkpoint, manifest)]
-    return problems or list(_altered(checkpoint, manifest, share))
+    return problems or list(_altered(checkpoint, manifest, share, hashed))
 
 
 def _foreign(checkpoint: Path, manifest: Manifest | None) -> Iterator[Problem]:
@@ -143,7 +144,7 @@ def _resized(checkpoint: Path, manifest: Manifest) -> Iterator[Problem]:
             yield Problem(f"{name} has {found:,} bytes, {file.bytes:,} were written", str(path))
 
 
-def _altered(checkpoint: Path, manifest: Manifest, share: tuple[int, int]) -> Iterator[Problem]:
+def _altered(checkpoint: Path, manifest: Manifest, share: tuple[int, int], hashed: Callable[[int], object]) -> Iterator[Problem]:
     mine, num_shares = share
     for name in sorted(manifest.files)[mine::num_shares]:
         try:
@@ -151,6 +152,7 @@ def _altered(checkpoint: Path, manifest: Manifest, share: tuple[int, int]) -> It
         except OSError as error:
             yield Problem(f"{name} cannot be read: {error.strerror}", str(checkpoint / name))
             continue
+        hashed(manifest.files[name].bytes)
         if found != manifest.files[name].sha256:
             yield Problem(f"{name} is not as it was written: its SHA-256 differs", str(checkpoint / name))
 

@@ -17,7 +17,7 @@ import torch
 from pentamesh.checkpoint.headers import Entry, read_header
 from pentamesh.errors import InputError, Problem
 
-__all__ = ["Part", "parts", "read_box", "unfilled", "whole"]
+__all__ = ["Part", "fill", "parts", "read_box", "unfilled", "whole"]
 
 # Bytes that are read at once beside the tensor that they become.
 BLOCK_BYTES = 2**24
@@ -155,11 +155,16 @@ def whole(pieces: list[Part], shape: tuple[int, ...], dtype: torch.dtype) -> tor
     if len(pieces) == 1 and pieces[0].entry.torch_dtype == dtype:
         return read_box(pieces[0].path, pieces[0].entry, (0,) * len(shape), shape)
     found = torch.empty(shape, dtype=dtype)
+    fill(found, pieces)
+    return found
+
+
+def fill(target: torch.Tensor, pieces: list[Part]) -> None:
+    """Write the pieces of a tensor to their places in `target`, which has its shape, some rows at a time. Raises InputError as `read_box` does."""
     for piece in pieces:
         for offset, size in _slabs(piece.entry):
             place = tuple(slice(a + b, a + b + length) for a, b, length in zip(piece.entry.offset, offset, size, strict=True))
-            found[place] = read_box(piece.path, piece.entry, offset, size).to(dtype)
-    return found
+            target[place] = read_box(piece.path, piece.entry, offset, size).to(target.dtype)
 
 
 def _slabs(entry: Entry) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -7,7 +7,6 @@ memory while they write, know no object store, and let every rank open every fil
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pentamesh.checkpoint.headers import DTYPES, write_tensors
+from pentamesh.checkpoint.headers import DTYPES, grouped, write_tensors
 from pentamesh.checkpoint.manifest import File, TensorFacts
 from pentamesh.checkpoint.parts import Part, read_box
 
@@ -51,14 +50,16 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank's plan in files of at most FILE_BYTES, or of one tensor."""
-        filled = list(_files(plan.items))
-        for number, items in enumerate(filled, 1):
-            name = f"shard-{self._rank + 1:05d}-model-{number:05d}-of-{len(filled):05d}.safetensors"
-            shapes = {item.index.fqn: (_dtype(item), tuple(_chunk(item).sizes)) for item in items}
-            offsets = {item.index.fqn: tuple(_chunk(item).offsets) for item in items}
-            self.files[name] = write_tensors(self._folder / name, shapes, (_resolved(planner, item) for item in items), offsets)
+        items = {item.index.fqn: item for item in plan.items}
+        shapes = {name: (_dtype(item), tuple(_chunk(item).sizes)) for name, item in items.items()}
+        files = list(grouped(shapes, FILE_BYTES)) if items else []
+        for number, names in enumerate(files, 1):
+            file = f"shard-{self._rank + 1:05d}-model-{number:05d}-of-{len(files):05d}.safetensors"
+            offsets = {name: tuple(_chunk(items[name]).offsets) for name in names}
+            values = (_resolved(planner, items[name]) for name in names)
+            self.files[file] = write_tensors(self._folder / file, {name: shapes[name] for name in names}, values, offsets)
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(item.index, _num_bytes(item), None) for item in plan.items])
+        done.set_result([WriteResult(item.index, _chunk(item).sizes.numel() * _dtype(item).itemsize, None) for item in plan.items])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -70,21 +71,6 @@ class Writer(StorageWriter):
         return True
 
 
-def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
-    """The items of each file: the widest dtype first, so that every tensor starts on a multiple of its element."""
-    batch: list[WriteItem] = []
-    filled = 0
-    for item in items:
-        size = _num_bytes(item)
-        if batch and filled + size > FILE_BYTES:
-            yield sorted(batch, key=lambda i: -_dtype(i).itemsize)
-            batch, filled = [], 0
-        batch.append(item)
-        filled += size
-    if batch:
-        yield sorted(batch, key=lambda i: -_dtype(i).itemsize)
-
-
 def _dtype(item: WriteItem) -> torch.dtype:
     assert item.tensor_data is not None  # a checkpoint holds tensors only
     return item.tensor_data.properties.dtype
@@ -93,10 +79,6 @@ def _dtype(item: WriteItem) -> torch.dtype:
 def _chunk(item: WriteItem) -> ChunkStorageMetadata:
     assert item.tensor_data is not None
     return item.tensor_data.chunk
-
-
-def _num_bytes(item: WriteItem) -> int:
-    return _chunk(item).sizes.numel() * _dtype(item).itemsize
 
 
 def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from pentamesh import __version__
+from pentamesh.cli.checkpoint import checkpoint_app, export_command
 from pentamesh.cli.data import data_app
 from pentamesh.cli.explain import explain_app
 from pentamesh.cli.options import HELP, AsJson, Overrides, known_precision
@@ -41,6 +42,7 @@ and go on from there with a job file: `pentamesh explain keys` lists what it can
 )
 app.add_typer(explain_app, name="explain")
 app.add_typer(data_app, name="data")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 # Flags of `plan` that set one key of the job, and the key.
 PLAN_FLAGS = {
@@ -217,26 +219,7 @@ def evaluate_command(
         typer.echo(f"held-out loss {found.loss:.6f} over {found.num_tokens:,} trained tokens, {precision}")
 
 
-@app.command("export")
-def export_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where to write; RUN/export when not given.")] = None,
-    step: Annotated[int | None, typer.Option(min=1, help="Step of the checkpoint; the newest good one when not given.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16 | float16; the base model's when not given.")] = None,
-    push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Push what was written to this repository on the hub, with a card.")] = None,
-) -> None:
-    """Write a checkpoint of a run as a Hugging Face folder: weights, config, tokenizer and chat template.
-
-    Example: `pentamesh export runs/job --step 500 --to my-model --dtype bfloat16`
-    """
-    from pentamesh.run.after import export_run, push_export
-    from pentamesh.run.push import check_push
-
-    check_push(push, "--push")
-    written = export_run(run, to, step, dtype)
-    typer.echo(str(written))
-    if push is not None:
-        typer.echo(f"pushed to {push_export(run, written, push)}", err=True)
+app.command("export")(export_command)
 
 
 def _plan(target: str, flags: list[tuple[str, str, str]], overrides: list[str]) -> "Plan":
