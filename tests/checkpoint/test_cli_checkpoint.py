@@ -238,7 +238,7 @@ def test_convert_of_weights_alone(folder: RunFolder, tmp_path: Path, pentamesh: 
     assert narrow.keys() == whole.keys()
     for name, tensor in narrow.items():
         assert torch.equal(tensor.flatten(), torch.frombuffer(bytearray(whole[name]), dtype=torch.float32).bfloat16())
-    assert "weights only" in pentamesh("checkpoint", "list", tmp_path / "w").out
+    assert "weights only, of step 6" in pentamesh("checkpoint", "list", tmp_path / "w").out
     done = pentamesh("checkpoint", "convert", checkpoint, tmp_path / "x", "--dtype", "bfloat16")
     assert (done.code, "add --weights-only" in done.err) == (2, True)
     assert pentamesh("checkpoint", "convert", checkpoint, tmp_path / "x", "--weights-only", "--dtype", "int8").code == 2
@@ -372,3 +372,5 @@ def test_what_a_strangers_manifest_says_is_shown_as_text(folder: RunFolder, pent
     assert done.code == 0
     assert "\x1b" not in done.out
     assert "\\x1b[31mred" in done.out
+    (checkpoint / MANIFEST).write_text('{"schema":' + "[" * 100_000)
+    assert "step-00000006: manifest.json is not a checkpoint's manifest" in pentamesh("checkpoint", "list", folder.path).out

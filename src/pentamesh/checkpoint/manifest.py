@@ -88,7 +88,7 @@ class Manifest:
             return cls._from(found)
         except OSError as error:
             raise InputError(f"{path.name} cannot be read ({error.strerror}): this is no finished checkpoint", where=str(checkpoint)) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{path.name} is not a checkpoint's manifest: {error}", where=str(path)) from error
 
     @classmethod

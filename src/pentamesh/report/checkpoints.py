@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from pentamesh.checkpoint.names import name_of
 from pentamesh.errors import Problem
 from pentamesh.plan.reasons import NAMES
 from pentamesh.units import format_bytes, visible
@@ -47,6 +48,8 @@ def _marks(row: dict[str, Any]) -> Iterator[str]:
         yield "cannot be read"
     elif "optimizer state" not in row["holds"]:
         yield "weights only"
+    if row["step"] is not None and row["folder"].removesuffix(".replaced") != name_of(row["step"]):
+        yield f"of step {row['step']}"
     if row["replaced"]:
         yield "replaced"
 
