@@ -209,6 +209,16 @@ def test_one_that_was_replaced_does_not_count(tmp_path: Path) -> None:
     assert published(tmp_path) == [tmp_path / "step-00000002.replaced"]
 
 
+def test_one_that_was_replaced_stays_where_it_is_the_good_one(tmp_path: Path) -> None:
+    paths = [saved(tmp_path, step) for step in (1, 2)]
+    aside = tmp_path / "step-00000002.replaced"
+    shutil.copytree(paths[1], aside)
+    flip(paths[1])
+    assert newest(tmp_path, say=QUIET) == aside
+    assert prune(tmp_path, Retention(1), aside) == [paths[0]]
+    assert published(tmp_path) == [paths[1], aside]
+
+
 def test_a_removal_cut_short_leaves_nothing_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [saved(tmp_path, step) for step in (1, 2)]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pentamesh.checkpoint.keep import published
+from pentamesh.checkpoint.manifest import Manifest
 from pentamesh.errors import InputError, RunFailed
 from pentamesh.job.precision import PRECISIONS
 from pentamesh.plan.plan import Plan
@@ -139,7 +140,7 @@ def test_a_lost_record_is_made_again(tmp_path: Path) -> None:
 def test_a_fault_stops_the_run_with_what_was_learned_saved_and_is_mended(tmp_path: Path) -> None:
     """Row 20 is of the second chunk: two steps were taken before it is needed."""
     whole, _ = trained(job(tmp_path / "whole", checkpoint__every=20))
-    path = job(tmp_path / "torn", checkpoint__every=20)
+    path = job(tmp_path / "torn", checkpoint={"every": 20, "keep_best": True})
     rows = tmp_path / "torn/rows.jsonl"
     good = rows.read_text()
     lines = good.splitlines()
@@ -148,6 +149,9 @@ def test_a_fault_stops_the_run_with_what_was_learned_saved_and_is_mended(tmp_pat
         trained(path)
     folder = RunFolder(tmp_path / "torn/runs/job")
     assert [checkpoint.name for checkpoint in published(folder.checkpoints)] == ["step-00000002"]
+    evaluated = json.loads(folder.held_out.read_text().splitlines()[-1])
+    saved = Manifest.read(folder.checkpoints / "step-00000002")
+    assert (saved.step, saved.facts["held_out_loss"]) == (evaluated["step"], evaluated["held_out_loss"])
     rows.write_text(good)
     trained(path, Options(resume=True))
     assert told(folder) == told(whole)
