@@ -55,7 +55,7 @@ def in_pieces(vocab: int, tokens: int) -> dict[str, Any]:
     """Peak, gradients and operations of the head as it is trained."""
     count_allocations()
     model, world = spec(vocab), join(Layout(), "cpu")
-    module = place(model, Layout(), Policy(), PRECISIONS["fp32"], world, drawn(0, world))
+    module = place(model, Layout(), Policy(), PRECISIONS["fp32"], world, drawn(0))
     found = _measured(module, lambda given: weighted_loss(module, given, model, Layout(), 1 / tokens), vocab, tokens)
     found["flop"] = {}
     for share in (1.0, 0.25, 0.0):
@@ -74,7 +74,7 @@ def whole(vocab: int, tokens: int) -> dict[str, Any]:
     built.to_empty(device="cpu")
     for name, buffer in built.named_buffers():
         buffer.copy_(buffers[name])
-    filled = parameters_of(place(model, Layout(), Policy(), PRECISIONS["fp32"], world, drawn(0, world)))
+    filled = parameters_of(place(model, Layout(), Policy(), PRECISIONS["fp32"], world, drawn(0)))
     built.load_state_dict(filled)
     del filled
 

@@ -122,7 +122,7 @@ def ours(case: Case, folder: Path, world_of: Callable[[Plan], World]) -> tuple[S
     model = read_model(str(folder))
     chosen = planned(model, folder, case)
     world, precision = world_of(chosen), PRECISIONS["fp32"]
-    module = place(model, chosen.layout, chosen.policy, precision, world, drawn(0, world))
+    module = place(model, chosen.layout, chosen.policy, precision, world, drawn(0))
     parameters = parameters_of(module)
     trainee = Trainee(module, parameters, adamw(parameters, model, chosen.job.optimizer, precision, world, 0), model, chosen.policy, world)
     count = iter(range(10**9))

@@ -314,7 +314,7 @@ def test_export_of_what_is_unclear(folder: RunFolder, tmp_path: Path, pentamesh:
         found = Manifest.read(path.parent)
         found.facts.pop("held_out_loss")
         path.write_text(found.text())
-    point(folder.checkpoints, 6)
+    point(folder.checkpoints / name_of(6))
     assert not (folder.checkpoints / BEST).exists()
     assert "no whole checkpoint has a held-out loss" in pentamesh("export", folder.path, "--best").err
 

@@ -202,6 +202,18 @@ def test_notation(suffix: str, role: Role, layout: Layout, notation: str) -> Non
     assert str(split(tensor, role, layout)) == f"{tensor.name} {notation}"
 
 
+@pytest.mark.parametrize(("size", "sizes"), [((7, 3), [2, 2, 2, 1]), ((2, 9), [1, 1]), ((5,), [5]), ((8,), [7, 1]), ((0, 3), [0]), ((), [])])
+def test_slabs_are_the_box_some_rows_at_a_time(size: tuple[int, ...], sizes: list[int]) -> None:
+    box = Box((10,) * len(size), size, (4,) * len(size))
+    slabs = list(box.slabs(7))
+    assert [slab.size[0] for slab in slabs if slab.size] == sizes
+    assert sum(slab.numel for slab in slabs) == box.numel
+    for slab, before in zip(slabs, itertools.accumulate(sizes, initial=0), strict=False):
+        assert slab.size[1:] == size[1:]
+        assert slab.offset == tuple(10 + before * (i == 0) for i in range(len(size)))
+        assert slab.local_offset == tuple(4 + before * (i == 0) for i in range(len(size)))
+
+
 def test_placements_where_tensor_and_data_axes_cut_one_dim() -> None:
     held = split(parameter("q_proj.weight"), Role.WEIGHT, Layout(Mesh(dp_shard=2, tp=4), "parameters"))
     assert held.placements() == {("tp",): "Shard(0)", ("dp_shard",): "_StridedShard(0, split_factor=4)"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pentamesh.layout.mesh import Layout, Mesh, Shard
 from pentamesh.layout.policy import Policy
@@ -14,7 +15,6 @@ from pentamesh.layout.split import split
 from pentamesh.model.roles import Role
 from pentamesh.run.ledger import differences
 from pentamesh.run.verify import Outcome, Trial, drawn, errors, outcome, predicted_ledger
-from pentamesh.run.world import join
 from pentamesh.run.worlds import run_world
 from tests.proof.toys import TOYS, ZERO, reduced
 
@@ -81,10 +81,10 @@ def test_equal_to_one_process(case: tuple[str, str, str], record_proof) -> None:
 
 
 def initial_values(wanted: Trial) -> dict[str, np.ndarray]:
-    fill = drawn(wanted.seed, join(Layout(), "cpu"))
-    import torch
-
-    return {t.name: fill(t, split(t, Role.STATE, Layout()), 0, torch.float64).numpy() for t in wanted.model.parameters}
+    values = {t.name: np.empty(t.shape) for t in wanted.model.parameters}
+    for tensor in wanted.model.parameters:
+        drawn(wanted.seed)(tensor, split(tensor, Role.STATE, Layout()), 0, torch.from_numpy(values[tensor.name]))
+    return values
 
 
 @pytest.mark.parametrize("layout", ["ddp 2", "full shard 2", "tp2, sequence"])

@@ -47,7 +47,7 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def placed(model: ModelSpec, precision: str) -> nn.Module:
     world = join(Layout())
-    return place(model, Layout(), Policy(), PRECISIONS[precision], world, drawn(0, world))
+    return place(model, Layout(), Policy(), PRECISIONS[precision], world, drawn(0))
 
 
 def plain(model: ModelSpec, module: nn.Module, given: Micro) -> tuple[float, dict[str, torch.Tensor]]:

@@ -71,7 +71,7 @@ def stepped(trial: Trial) -> tuple[Standing, list[tuple[int, int]]]:
     """Two steps of a trial: the states that stood, and after each step the bytes that the allocator counts beside those of all storages."""
     count_allocations()
     world, precision = join(trial.layout, "cpu"), PRECISIONS[trial.precision]
-    module = place(trial.model, trial.layout, trial.policy, precision, world, drawn(trial.seed, world))
+    module = place(trial.model, trial.layout, trial.policy, precision, world, drawn(trial.seed))
     parameters = parameters_of(module)
     trainee = Trainee(
         module, parameters, adamw(parameters, trial.model, trial.optimizer, precision, world, trial.seed), trial.model, trial.policy, world

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pentamesh.checkpoint.disk import check_room, discard, publish, write_text
-from pentamesh.checkpoint.export import check_finite
+from pentamesh.checkpoint.finite import check_finite
 from pentamesh.checkpoint.headers import DTYPES, dtype_name, grouped, weight_dtype, write_tensors
 from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, file_facts, verify
 from pentamesh.checkpoint.parts import Part, parts, unfilled, whole

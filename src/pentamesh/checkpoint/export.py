@@ -15,16 +15,17 @@ from typing import Any, TypeGuard
 import torch
 
 from pentamesh.checkpoint.disk import check_room, discard, publish, write_text
+from pentamesh.checkpoint.finite import check_finite
 from pentamesh.checkpoint.headers import grouped, weight_dtype, write_tensors
 from pentamesh.checkpoint.held import Portion, portions
 from pentamesh.checkpoint.manifest import Manifest, verify
 from pentamesh.checkpoint.parts import Part, fill, parts, unfilled
 from pentamesh.checkpoint.weights import INDEX, SINGLE, Weights, file_name, inside
-from pentamesh.errors import InputError, Problem, RunFailed
+from pentamesh.errors import InputError, Problem
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.spec import ModelSpec
 
-__all__ = ["COMPANIONS", "PASSED_ON", "RECORD", "check_finite", "copy_companions", "export"]
+__all__ = ["COMPANIONS", "PASSED_ON", "RECORD", "copy_companions", "export"]
 
 # What goes along whatever the tokenizer: how to generate, and what a licence asks to pass on.
 PASSED_ON = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
@@ -45,10 +46,6 @@ COMPANIONS = (
 # The file by which we know a folder that we exported, and may replace; it says where the weights came from.
 RECORD = "pentamesh.json"
 _CONFIG = "config.json"
-
-
-# Values that are looked at together.
-_BLOCK = 2**22
 
 
 def export(
@@ -160,13 +157,6 @@ def _whole(tensor: TensorSpec, pieces: dict[str, list[Part]], dtype: torch.dtype
         fill(whole[place], pieces[name])
     check_finite(whole, str(tensor), pieces[next(iter(_stored(tensor)))][0].path.parent)
     return whole
-
-
-def check_finite(whole: torch.Tensor, name: str, checkpoint: Path) -> None:
-    """Raise RunFailed where values of a weight are not finite, looking at some of them at a time."""
-    bad = sum(block.numel() - int(torch.isfinite(block).sum()) for block in whole.reshape(-1).split(_BLOCK))
-    if bad:
-        raise RunFailed(f"{name} has {bad:,} values that are NaN or infinite as {whole.dtype}", where=str(checkpoint))
 
 
 def _write_config(partial: Path, model: ModelSpec, source: Path | None, dtypes: dict[str, torch.dtype], dtype: str | None) -> None:

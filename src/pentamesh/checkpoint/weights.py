@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 import torch
 from safetensors import safe_open
 
+from pentamesh.checkpoint.finite import num_not_finite
 from pentamesh.checkpoint.headers import Entry, read_header
 from pentamesh.errors import InputError, Problem
 from pentamesh.layout.split import Box, Split
@@ -25,6 +26,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # A buffer that files of old kept for each layer; it is computed from the config (transformers drops it too: modeling_utils, inv_freq).
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 _COMPARE_BYTES = 2**20
+# Elements that are read and cast together: beside the tensor that they go to, no more than these are in memory.
+_READ_NUMEL = 2**22
 _MAX_NAME_BYTES = 255  # of Linux and macOS (NAME_MAX)
 # A config of another model differs in every layer: these say enough.
 _MAX_PROBLEMS = 20
@@ -118,23 +121,26 @@ class Weights:
             hint = "set tie_word_embeddings to false in config.json, or remove one of the two from the file"
             yield Problem(f"config.json ties {name} to {tensor.tied_to}, and their values differ", str(self.tensors[name].path), hint)
 
-    def read(self, tensor: TensorSpec, split: Split, rank: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """What `rank` holds of `tensor`, read box by box and cast to `dtype`.
+    def read(self, tensor: TensorSpec, split: Split, rank: int, dtype: torch.dtype) -> torch.Tensor:
+        """What `rank` holds of `tensor`, as `read_into` reads it. Shapes: `split.local_shape(rank)`."""
+        local = torch.empty(split.local_shape(rank), dtype=dtype)
+        self.read_into(tensor, split, rank, local)
+        return local
+
+    def read_into(self, tensor: TensorSpec, split: Split, rank: int, local: torch.Tensor) -> None:
+        """Fill `local` with what `rank` holds of `tensor`: box by box, some rows at a time, cast to its dtype and moved to its device.
 
         Shapes: `split.local_shape(rank)`. Raises InputError where the values are not all finite.
         """
         stored = self.tensors[file_name(tensor)]
-        local = torch.empty(split.local_shape(rank), dtype=dtype)
         if local.numel():
             with safe_open(stored.path, framework="pt") as file:
                 part = file.get_slice(file_name(tensor))
-                for box in split.boxes(rank):
-                    local[_slices(box.local_offset, box)] = part[_slices(box.offset, box)].to(dtype)
-        if not bool(torch.isfinite(local).all()):
-            bad = local.numel() - int(torch.isfinite(local).sum())
+                for slab in (slab for box in split.boxes(rank) for slab in box.slabs(_READ_NUMEL)):
+                    local[_slices(slab.local_offset, slab)] = part[_slices(slab.offset, slab)].to(local.dtype)
+        if bad := num_not_finite(local):
             where = f"{stored.path} (rank {rank})"
-            raise InputError(f"{tensor.name} holds {bad} of {local.numel()} values that are NaN or infinite as {dtype}", where=where)
-        return local.to(device)
+            raise InputError(f"{tensor.name} holds {bad} of {local.numel()} values that are NaN or infinite as {local.dtype}", where=where)
 
 
 def file_name(tensor: TensorSpec) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -33,6 +34,16 @@ class Box:
     @property
     def numel(self) -> int:
         return math.prod(self.size)
+
+    def slabs(self, numel: int) -> Iterator[Box]:
+        """The box, cut into runs of whole rows of about `numel` elements; itself where it has no dim or no element."""
+        rows = max(1, numel * self.size[0] // self.numel) if self.numel and self.size else 0
+        if not rows:
+            yield self
+            return
+        for low in range(0, self.size[0], rows):
+            size = (min(rows, self.size[0] - low), *self.size[1:])
+            yield Box((self.offset[0] + low, *self.offset[1:]), size, (self.local_offset[0] + low, *self.local_offset[1:]))
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def evaluate(job: Job, folder: Path, precision: Precision) -> HeldOut:
         if samples is None:
             raise InputError("the job holds no rows out", where="data.held_out", hint="give a file of held-out rows, or a share such as 0.05")
         samples = samples.within(model.vocab, model.name)
-        module = place(model, Layout(), Policy(), precision, world, lambda t, held, rank, dtype: weights.read(t, held, rank, dtype, world.device))
+        module = place(model, Layout(), Policy(), precision, world, weights.read_into)
         found = held_out(module, samples, job.batch.micro_batch, model, world)
     if not math.isfinite(found.loss):
         raise RunFailed(f"the held-out loss is {found.loss}: the model computes what is not finite in {precision.name}", where=str(folder))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy
 import torch
@@ -12,7 +12,7 @@ import torch
 from pentamesh.layout.split import Box, Split
 from pentamesh.model.dims import TensorSpec
 
-__all__ = ["initial"]
+__all__ = ["drawing", "initial"]
 
 # Rows and columns of a tile: a multiple of every head size, and 512 KiB of float32, so that drawing one costs a hundred times its seeding.
 TILE = (128, 1024)
@@ -44,6 +44,15 @@ def initial(
     elif tensor.kind not in ("bias", "excess"):
         raise ValueError(f"{tensor} is a {tensor.kind}, which has no initial value")
     return local.to(device)
+
+
+def drawing(seed: int, std: float) -> Callable[[TensorSpec, Split, int, torch.Tensor], None]:
+    """What fills a rank's local part of any tensor with its initial values, in the dtype and on the device of that part."""
+
+    def fill(tensor: TensorSpec, split: Split, rank: int, local: torch.Tensor) -> None:
+        local.copy_(initial(tensor, split, rank, seed=seed, std=std, dtype=local.dtype))
+
+    return fill
 
 
 def _draw(local: torch.Tensor, tensor: TensorSpec, box: Box, seed: int, std: float) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from pentamesh.job.job import Optimizer
 from pentamesh.job.precision import ROUNDED_AT_ONCE, Precision
-from pentamesh.layout.split import Box, Split, split
+from pentamesh.layout.split import Split, split
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.place import local, torch_dtype
@@ -77,18 +76,9 @@ class RoundedAdamW(torch.optim.Optimizer):
         step = int(state["step"])
         by = key(self._seed, step, held.tensor.name)
         whole = [local(t) for t in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
-        for piece in _pieces(held.boxes(self._rank), ROUNDED_AT_ONCE[parameter.device.type]):
+        for piece in (slab for box in held.boxes(self._rank) for slab in box.slabs(ROUNDED_AT_ONCE[parameter.device.type])):
             here = tuple(slice(low, low + size) for low, size in zip(piece.local_offset, piece.size, strict=True))
             _update_piece([t[here] for t in whole], group, step, noise(places(held.tensor.shape, piece, parameter.device), by))
-
-
-def _pieces(boxes: tuple[Box, ...], numel: int) -> Iterator[Box]:
-    """The boxes, cut into runs of rows of about `numel` elements."""
-    for box in boxes:
-        rows = max(1, numel * box.size[0] // box.numel)
-        for low in range(0, box.size[0], rows):
-            size = (min(rows, box.size[0] - low), *box.size[1:])
-            yield Box((box.offset[0] + low, *box.offset[1:]), size, (box.local_offset[0] + low, *box.local_offset[1:]))
 
 
 def _update_piece(held: list[torch.Tensor], group: dict[str, Any], step: int, bits: torch.Tensor) -> None:

@@ -40,8 +40,8 @@ from pentamesh.run.world import World
 
 __all__ = ["Filler", "build", "check", "local", "place", "torch_dtype"]
 
-# Gives a rank's local part of a parameter: read from a folder, or drawn at random.
-Filler = Callable[[TensorSpec, Split, int, torch.dtype], torch.Tensor]
+# Fills a rank's local part of a parameter: read from a folder, or drawn at random.
+Filler = Callable[[TensorSpec, Split, int, torch.Tensor], None]
 
 
 # Marks a parameter that several modules share, with its name.
@@ -90,7 +90,7 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     if layout.cuts_state:
         _fully_shard(built, model, policy, precision, world)
     _materialise(built, model, world)
-    together("reading weights", lambda: _fill(built, model, layout, world, torch_dtype(precision.weight), fill))
+    together("reading weights", lambda: _fill(built, model, layout, world, fill))
     check(built, model, layout, precision, world)
     if not layout.cuts_state and precision.compute != precision.weight:
         _show_casts(built, torch_dtype(precision.compute))
@@ -168,11 +168,11 @@ def _materialise(built: nn.Module, model: ModelSpec, world: World) -> None:
             built.get_submodule(module)._parameters[name] = owner
 
 
-def _fill(built: nn.Module, model: ModelSpec, layout: Layout, world: World, dtype: torch.dtype, fill: Filler) -> None:
+def _fill(built: nn.Module, model: ModelSpec, layout: Layout, world: World, fill: Filler) -> None:
     for tensor in model.parameters:
         held = split(tensor, Role.STATE, layout)  # what the optimizer updates is cut as its state is
         with torch.no_grad():
-            local(built.get_parameter(tensor.name)).copy_(fill(tensor, held, world.rank, dtype))
+            fill(tensor, held, world.rank, local(built.get_parameter(tensor.name)))
 
 
 def _replicate(built: nn.Module, model: ModelSpec, policy: Policy, world: World) -> DistributedDataParallel:

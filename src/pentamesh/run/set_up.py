@@ -23,7 +23,7 @@ from pentamesh.run.data.batches import Batches
 from pentamesh.run.data.samples import Samples
 from pentamesh.run.data.stream import Stream
 from pentamesh.run.folder import RunFolder
-from pentamesh.run.initial import initial
+from pentamesh.run.initial import drawing
 from pentamesh.run.optim import adamw
 from pentamesh.run.place import Filler, parameters_of, place
 from pentamesh.run.progress import Progress
@@ -106,16 +106,16 @@ def _length(plan: Plan, train: Samples | Stream) -> tuple[int, int | None]:
 
 
 def _trainee(plan: Plan, model: ModelSpec, source: Path, world: World) -> Trainee:
-    module = place(model, plan.layout, plan.policy, plan.precision, world, _filler(plan, model, source, world))
+    module = place(model, plan.layout, plan.policy, plan.precision, world, _filler(plan, model, source))
     parameters = parameters_of(module)
     optimizer = adamw(parameters, model, plan.job.optimizer, plan.precision, world, plan.job.training.seed)
     return Trainee(module, parameters, optimizer, model, plan.policy, world)
 
 
-def _filler(plan: Plan, model: ModelSpec, source: Path, world: World) -> Filler:
+def _filler(plan: Plan, model: ModelSpec, source: Path) -> Filler:
     if plan.job.method == "pretrain":
         seed, std = plan.job.training.seed, float(model.config.get("initializer_range", 0.02))
-        return lambda tensor, held, rank, dtype: initial(tensor, held, rank, seed=seed, std=std, dtype=dtype, device=world.device)
+        return drawing(seed, std)
     weights = Weights.open(source)
     weights.check(model)
-    return lambda tensor, held, rank, dtype: weights.read(tensor, held, rank, dtype, world.device)
+    return weights.read_into

@@ -33,7 +33,7 @@ from pentamesh.model.spec import ModelSpec
 from pentamesh.run.data.batches import Batches
 from pentamesh.run.data.order import Row
 from pentamesh.run.data.samples import Samples
-from pentamesh.run.initial import initial
+from pentamesh.run.initial import drawing
 from pentamesh.run.ledger import Recorder
 from pentamesh.run.optim import adamw
 from pentamesh.run.place import Filler, local, parameters_of, place
@@ -182,15 +182,15 @@ def _relative(found: np.ndarray, reference: np.ndarray) -> float:
 
 def _trainee(trial: Trial, world: World) -> Trainee:
     precision, model = PRECISIONS[trial.precision], trial.model
-    module = place(model, trial.layout, trial.policy, precision, world, drawn(trial.seed, world))
+    module = place(model, trial.layout, trial.policy, precision, world, drawn(trial.seed))
     parameters = parameters_of(module)
     optimizer = adamw(parameters, model, trial.optimizer, precision, world, trial.seed)
     return Trainee(module, parameters, optimizer, model, trial.policy, world)
 
 
-def drawn(seed: int, world: World, std: float = 0.02) -> Filler:
+def drawn(seed: int, std: float = 0.02) -> Filler:
     """A filler that draws initial weights, the same whatever the layout."""
-    return lambda tensor, held, rank, dtype: initial(tensor, held, rank, seed=seed, std=std, dtype=dtype, device=world.device)
+    return drawing(seed, std)
 
 
 def _check_splits(trainee: Trainee, found: Outcome, trial: Trial) -> None:
@@ -207,7 +207,8 @@ def _check_splits(trainee: Trainee, found: Outcome, trial: Trial) -> None:
 def _cut_by_torch(tensor: TensorSpec, trial: Trial, trainee: Trainee) -> torch.Tensor:
     """The part of the whole tensor that DTensor gives this rank: cut along the tensor axis, and of that as its parameter is placed."""
     world, parameter = trainee.world, trainee.parameters[tensor.name]
-    part = drawn(trial.seed, world)(tensor, split(tensor, Role.STATE, Layout()), 0, parameter.dtype)
+    part = torch.empty(tensor.shape, dtype=parameter.dtype)
+    drawn(trial.seed)(tensor, split(tensor, Role.STATE, Layout()), 0, part)
     cut = [position for position, cuts in enumerate(split(tensor, Role.USE, world.layout).cuts) if cuts]
     if cut and (shared := copies(tensor.dims[cut[0]], world.layout.mesh.tp)) > 1:
         part = part.chunk(world.layout.mesh.tp // shared, dim=cut[0])[world.layout.mesh.coord(world.rank, ("tp",)) // shared]
