@@ -222,12 +222,6 @@ def test_an_evaluation_leaves_nothing_gathered(tmp_path: Path) -> None:
     assert json.loads(folder.receipt.read_text())["ledger_equal"] is True
 
 
-def test_another_number_of_processes_is_refused_by_name(tmp_path: Path) -> None:
-    trained(toy.job(tmp_path), Options(stop_at=2))
-    with pytest.raises(InputError, match="a run of 2 processes is resumed on as many so far, not on 4"):
-        keep(read_asked(toy.job(tmp_path, hardware="4xCPU")), Options(resume=True), even_so=False)
-
-
 def test_the_same_rows_in_another_place_are_the_same(tmp_path: Path) -> None:
     """A project that was moved, or copied without its times, goes on; another order of the rows does not."""
     trained(toy.job(tmp_path / "here", training__steps=4), Options(stop_at=2))

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +17,11 @@ import yaml
 
 from pentamesh.checkpoint.keep import published
 from pentamesh.errors import DoesNotFit, Drift, InputError, PentameshError, Problem, RunFailed
-from pentamesh.job.job import Job
-from pentamesh.model.frozen import frozen
-from pentamesh.model.read import read_model
-from pentamesh.plan.drift import check_model
 from pentamesh.plan.plan import Plan
 from pentamesh.run.asked import Asked, planned
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.options import Options
+from pentamesh.run.resumed import resumed
 from pentamesh.run.slurm import adopt
 from pentamesh.run.worker import LAUNCHED, work
 from pentamesh.units import format_bytes, format_path
@@ -58,7 +55,7 @@ def keep(asked: Asked, options: Options, even_so: bool, *, here: bool = False) -
             where="logging.folder",
             hint="name another folder, or leave logging.folder out",
         )
-    plan = _after(folder, plan, options)
+    plan = resumed(folder, plan, resume=options.resume)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.claim()
@@ -108,70 +105,6 @@ def _say_verdict(plan: Plan, even_so: bool) -> None:
         raise DoesNotFit(f"the job does not fit: it needs {needs}", where="hardware", hint=f"{hints}; --even-so runs it regardless")
     text = f"plan {plan.fingerprint}: {plan.strategy} on {plan.layout.mesh}, {plan.precision.name}; needs {needs}, {_VERDICTS[plan.verdict]}"
     print(text, file=sys.stderr)  # noqa: T201
-
-
-def _after(folder: RunFolder, plan: Plan, options: Options) -> Plan:
-    """The plan with its parent when an earlier one is continued. A folder with checkpoints is not overwritten unasked."""
-    if not published(folder.checkpoints):
-        return plan
-    if not options.resume:
-        raise InputError(
-            f"{format_path(folder.path)} already holds checkpoints of a run",
-            where="logging.folder",
-            hint="continue it with --resume, or choose another folder",
-        )
-    try:
-        earlier = Plan.read(folder.plan)
-    except InputError as error:
-        print(f"what changed since the checkpoint cannot be told: {error.problems[0].what}", file=sys.stderr)  # noqa: T201
-        return plan
-    before, now = earlier.layout.mesh.num_ranks, plan.layout.mesh.num_ranks
-    if before != now:
-        export = f"`pentamesh export {format_path(folder.path)}`"
-        hint = f"run it on {before} processes (hardware, layout), or start anew in another logging.folder from {export}"
-        raise InputError(f"a run of {before} processes is resumed on as many so far, not on {now}", where="hardware", hint=hint)
-    anew = f"or start anew in another logging.folder from `pentamesh export {format_path(folder.path)}`"
-    check_model(earlier.model, plan.model, f"{plan.job.model.name}, the model of the checkpoint", f"put the model back as it was, {anew}")
-    if problems := [*_other_state(earlier.job, plan.job, anew)]:
-        raise InputError(*problems)
-    if earlier.fingerprint == plan.fingerprint:
-        return replace(plan, parent=earlier.parent)
-    print("the plan changed since the checkpoint:\n" + "\n".join(_changes(earlier.to_json(), plan.to_json())), file=sys.stderr)  # noqa: T201
-    return replace(plan, parent=earlier.fingerprint)
-
-
-def _other_state(earlier: Job, job: Job, anew: str) -> Iterator[Problem]:
-    """What makes the state in a checkpoint that of other parameters or tokens, in a model of the same sizes."""
-    was, now = earlier.training.freeze, job.training.freeze
-    if was != now and _trained(job, was) != _trained(job, now):
-        what = f"what is frozen is not what it was ({', '.join(was) or 'nothing'}): the checkpoint has optimizer state of what was trained"
-        yield Problem(what, "training.freeze", f"put freeze back, {anew}")
-    if (tokens := earlier.model.new_tokens) != job.model.new_tokens:
-        said = ", ".join(map(repr, tokens)) or "none"
-        what = f"the new tokens are not those that were, in their order ({said}): the checkpoint has their rows in that order"
-        yield Problem(what, "model.new_tokens", f"put new_tokens back, {anew}")
-
-
-def _trained(job: Job, freeze: Sequence[str]) -> set[str]:
-    """Names of what would be trained of a job's model if it froze by these patterns."""
-    model = frozen(read_model(job.model.name, revision=job.model.revision), freeze)
-    return {t.name for t in model.parameters if t.trained}
-
-
-def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """One line for every decision that differs between two plans."""
-    found = []
-    for part in ("job", "layout", "policy", "precision"):
-        old, new = _flat(before[part]), _flat(after[part])
-        found += [f"  {part}.{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    return found
-
-
-def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def _start_ranks(folder: RunFolder, num_ranks: int, options: Options) -> int:

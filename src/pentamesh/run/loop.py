@@ -74,7 +74,7 @@ def _start(made: Run, options: Options) -> Counters:
     """
     found = _newest(made) if options.resume else None
     if found is not None:
-        counters = restore(found, made.trainee, made.plan, made.rows.digest)
+        counters = restore(found, made.trainee, made.plan, made.rows.digest, made.progress.say)
         made.board.start(counters.step)
         if made.world.is_first:
             made.folder.rewind(counters.step)

@@ -13,10 +13,13 @@ import torch
 
 from pentamesh.checkpoint.held import held
 from pentamesh.checkpoint.load import load
+from pentamesh.checkpoint.manifest import Manifest
+from pentamesh.checkpoint.together import first, together
 from pentamesh.errors import InputError
 from pentamesh.layout.split import split
 from pentamesh.model.roles import Role
 from pentamesh.plan.plan import Plan
+from pentamesh.run.chance import random_state, saved_by, seed_anew, set_random_state
 from pentamesh.run.optim import STATE_NAMES
 from pentamesh.run.place import local
 from pentamesh.run.step import StepResult, Trainee
@@ -62,10 +65,7 @@ def tensors(trainee: Trainee, *, shared: bool = False) -> dict[str, torch.Tensor
             value = trainee.optimizer.state[parameter][name]
             own = f"optimizer.{tensor.name}.{name}"
             found |= held(own, local(value), kept, rank, shared=shared) if value.ndim else {own: value}
-    found[f"rng.{trainee.world.rank}"] = torch.get_rng_state()
-    if trainee.world.device.type == "cuda":
-        found[f"rng_cuda.{trainee.world.rank}"] = torch.cuda.get_rng_state(trainee.world.device)
-    return found
+    return found | random_state(trainee.world)
 
 
 Save = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, Any]], T]
@@ -96,23 +96,40 @@ def _order(plan: Plan, data: str) -> dict[str, Any]:
     return {"digest": data, "seed": plan.job.training.seed, "grouped": batch.global_batch if batch.group_by_length else None}
 
 
-def restore(path: Path, trainee: Trainee, plan: Plan, data: str) -> Counters:
-    """Fill the trainee from a checkpoint that verifies and return how far it was. Collective.
+def restore(path: Path, trainee: Trainee, plan: Plan, data: str, say: Callable[[str], object]) -> Counters:
+    """Fill the trainee from a checkpoint that verifies, whatever layout wrote it, and return how far it was. Collective.
+
+    Each rank takes up its own random state where ranks are what they were; else it seeds itself anew, which the first rank `say`s.
 
     Raises InputError when the samples or their order are not those that the checkpoint has consumed a part of: its place in them would mean
     nothing.
     """
-    found = tensors(trainee)
-    facts = load(path, found, verified=True)
+    world, seed = trainee.world, plan.job.training.seed
+    manifest = first("reading the manifest", lambda: Manifest.read(path))
+    counters = _counters(manifest, path, _order(plan, data))
+    found, own = tensors(trainee), random_state(world)
+    wrote = saved_by(manifest.facts.get("layout"), world.layout.mesh)
+    goes_on = all(together("comparing ranks", lambda: wrote is None and own.keys() <= manifest.tensors.keys()))
+    if not goes_on:
+        found = {name: tensor for name, tensor in found.items() if name not in own}
+    load(path, found, verified=True)
+    if goes_on:
+        set_random_state(found, world)
+        return counters
+    seed_anew(seed, counters.step, world.rank)
+    if world.is_first:
+        say(f"{path.name} was saved by {wrote or 'other devices'}, not {world.layout.mesh}: every rank seeds its random numbers anew")
+    return counters
+
+
+def _counters(manifest: Manifest, path: Path, order: dict[str, Any]) -> Counters:
+    """How far the run was. Raises InputError where the manifest does not say, or its samples came in another order."""
     try:
-        counters = Counters(**{name: int(count) for name, count in facts["counters"].items()})
-        trained_on = {key: facts["data"][key] for key in _order(plan, data)}
+        counters = Counters(**{name: int(count) for name, count in manifest.facts["counters"].items()})
+        trained_on = {key: manifest.facts["data"][key] for key in order}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"the manifest does not say how far the run was: {type(error).__name__} {error}", where=str(path)) from None
-    if trained_on != _order(plan, data):
+    if trained_on != order:
         hint = "give it the same rows, held-out share, seed, lengths, grouping and tokenizer, or start anew in another logging.folder"
         raise InputError(f"the training data is not what {path.name} was trained on", where="data", hint=hint)
-    torch.set_rng_state(found[f"rng.{trainee.world.rank}"])
-    if trainee.world.device.type == "cuda":
-        torch.cuda.set_rng_state(found[f"rng_cuda.{trainee.world.rank}"], trainee.world.device)
     return counters
