@@ -58,7 +58,7 @@ def gone(job: Path, options: Options) -> tuple[RunFolder, Items, list[str]]:
     return folder, [item for items, _ in ranks for item in items], [text for _, said in ranks for text in said]
 
 
-# 24 rows an epoch, of which 8 are of a source with weight 2, so that a step of 4 rows is a sixth of it.
+# 24 rows an epoch: eight, and eight of a source with weight 2. A step of 4 rows is a sixth of it.
 WEIGHTED = {"data__train": [{"rows": "rows.jsonl"}, {"rows": "more.jsonl", "weight": 2}]}
 CASES: dict[str, dict[str, Any]] = {
     "sources with weights": WEIGHTED,
