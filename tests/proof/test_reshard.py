@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pentamesh.checkpoint.held import Held
-from pentamesh.checkpoint.keep import published
+from pentamesh.checkpoint.names import published
 from pentamesh.job.hardware import read_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.precision import PRECISIONS
