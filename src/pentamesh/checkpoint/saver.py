@@ -89,7 +89,13 @@ class Saver:
             self._decide(self._flight, proved=True)
 
     def settle(self, *, proved: bool) -> None:
-        """Wait for the save on its way, the last one. Raises RunFailed where it could not be made."""
+        """Wait for the save on its way, the last one. Raises RunFailed where it could not be made.
+
+        Where nothing was saved, a run that had done its work was killed before older checkpoints went: they go now.
+        """
+        if self._flight is None and proved:
+            self._let_go(None)
+            return
         failed = self._land(proved=proved)
         if failed is not None:
             raise failed
@@ -105,22 +111,22 @@ class Saver:
             return
         if self._asynchronous and self._is_first:
             flight.decided.wait()
-            self._let_go(flight)
+            if flight.is_proved:
+                self._let_go(flight.path)
 
     def _decide(self, flight: _Flight, *, proved: bool) -> None:
         if not flight.decided.is_set():
             flight.is_proved = proved
             flight.decided.set()
-            if not self._asynchronous:
-                self._let_go(flight)
+            if not self._asynchronous and proved and flight.path is not None:
+                self._let_go(flight.path)
 
-    def _let_go(self, flight: _Flight) -> None:
+    def _let_go(self, good: Path | None) -> None:
         """Remove what nothing keeps any more. What cannot be removed is said, and tried again after the next save."""
-        if flight.is_proved and flight.path is not None:
-            try:
-                prune(self._folder, self._retention, good=flight.path)
-            except OSError as error:
-                self._say(f"older checkpoints could not be removed: {error.strerror}: {error.filename}")
+        try:
+            prune(self._folder, self._retention, good=good)
+        except OSError as error:
+            self._say(f"older checkpoints could not be removed: {error.strerror}: {error.filename}")
 
     def _land(self, *, proved: bool) -> PentameshError | None:
         """Wait for the save on its way, and return what it failed of. Raises RunFailed after too many failures in a row."""
