@@ -51,6 +51,13 @@ def test_what_cannot_be_written_is_no_second_failure(tmp_path: Path) -> None:
     assert folder.read_outcome() is None
 
 
+def test_a_line_that_cannot_be_written_says_which_file(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.mkdir()
+    with pytest.raises(RunFailed, match=r"metrics.jsonl cannot be written: Is a directory"):
+        folder.append_metrics({"step": 1})
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", "\ufeff"])
 def test_an_outcome_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "outcome.json").write_text(text)

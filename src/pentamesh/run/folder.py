@@ -190,9 +190,14 @@ def _finite(value: Any) -> Any:
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
-    """One line in one write, so that neither a reader nor a crash sees half of it."""
-    with path.open("a") as file:
-        file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+    """One line in one write, so that neither a reader nor a crash sees half of it. Raises RunFailed where it cannot be written."""
+    line = json.dumps(_finite(row), allow_nan=False) + "\n"
+    try:
+        with path.open("a") as file:
+            file.write(line)
+    except OSError as error:
+        hint = "free some disk; --resume goes on from the newest checkpoint"
+        raise RunFailed(f"{path.name} cannot be written: {error.strerror}", where=str(path), hint=hint) from error
 
 
 def _replace(path: Path, text: str) -> None:
