@@ -20,7 +20,9 @@ def test_rewinding_drops_later_lines_and_one_cut_short(tmp_path: Path) -> None:
         folder.append_metrics({"step": step, "loss": 1.0})
     with folder.metrics.open("a") as file:
         file.write('{"step": 6, "lo')
+    (tmp_path / "metrics.jsonl.123.partial").write_text("of a process that was killed while it rewound")
     folder.rewind(3)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [1, 2, 3]
 
 

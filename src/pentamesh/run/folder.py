@@ -100,7 +100,9 @@ class RunFolder:
         _append(self.held_out, HELD_OUT_SCHEMA | row)
 
     def rewind(self, step: int) -> None:
-        """Drop the lines after `step`, and a last one that a crash cut short: a resumed run writes them again."""
+        """Drop the lines after `step`, and a last one that a crash cut short: a resumed run writes them again. What dead runs were writing goes."""
+        for left in self.path.glob("*.*.partial"):
+            left.unlink(missing_ok=True)
         for path in (self.metrics, self.held_out):
             if path.exists():
                 kept = [line for line in path.read_text(errors="replace").splitlines() if (at := _step_of(line)) is not None and at <= step]
