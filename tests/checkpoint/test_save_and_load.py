@@ -386,6 +386,8 @@ def test_saving_a_step_again_replaces_it_and_one_is_there_at_any_moment(tmp_path
 
 
 def test_room_is_checked_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "new/folder").mkdir(parents=True)
+    (tmp_path / "new/folder/.trial").write_text("of a process that was killed")
     disk.check_room(tmp_path / "new" / "folder", 10)
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     with pytest.raises(InputError, match=r"not enough disk: .*PB are needed"):

@@ -52,7 +52,7 @@ def check_room(folder: Path, bytes_needed: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         free = None if is_remote(folder) else shutil.disk_usage(folder).free
         if free is None or free >= bytes_needed:
-            _try(folder / f".trial-{os.getpid()}")
+            _try(folder / ".trial")  # one name: what a killed process left is written over
             return
     except Exception as error:
         if is_remote(folder):
