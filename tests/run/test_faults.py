@@ -248,26 +248,48 @@ def fill(folder: Path) -> None:
                 continue
 
 
-def full_from(phase: str, nth: int, said: str, count: int, rank: int, folder: Path) -> None:
-    """The disk is full from the nth `phase` of rank 0 on."""
+def full_from(phase: str, nth: int, until: int | None, said: str, count: int, rank: int, folder: Path) -> None:
+    """The disk is full from the nth `phase` of rank 0 on, until a later flush, of which there is one a save."""
     if rank == 0 and (said, count) == (phase, nth):
         fill(folder / "checkpoints")
+    if rank == 0 and (said, count) == ("flush", until):
+        (folder / "checkpoints/filler").unlink()
 
 
-@pytest.mark.parametrize(("phase", "what"), [("flush", "the checkpoint could not be written"), ("publish", "publishing the checkpoint failed")])
-def test_a_disk_that_is_full_when_a_checkpoint_is_saved(phase: str, what: str, made: Made, tmp_path: Path) -> None:
+FULL = [("flush", "the checkpoint could not be written"), ("publish", "publishing the checkpoint failed")]
+
+
+@pytest.mark.parametrize(("phase", "what"), FULL)
+def test_a_save_that_meets_a_full_disk_is_said_and_the_next_one_is_made(phase: str, what: str, made: Made, tmp_path: Path) -> None:
     run = copied(made.planned, tmp_path)
     with mounted(run.checkpoints):
-        found = ended(run, partial(full_from, phase, 2))
-        assert found.codes == [5] * RANKS, found.talk
+        found = ended(run, partial(full_from, phase, 2, 3))
+        assert found.codes == [0] * RANKS, found.talk
+        assert found.talk.count("the checkpoint of step 4 could not be saved") == 1
         assert what in found.talk
         assert "No space left on device" in found.talk
-        assert [path.name for path in published(run.checkpoints)] == [name_of(2)]
-        assert verify(run.checkpoints / name_of(2)) == []
+        assert [path.name for path in published(run.checkpoints)] == [name_of(8), name_of(6)]
+        as_undisturbed(run, made)
+
+
+@pytest.mark.parametrize(("nth", "left", "resumed"), [(1, [], "nothing to resume from"), (4, [6, 4], "resumed from step-00000006")])
+def test_the_third_failure_in_a_row_and_that_of_the_last_save_end_the_run(
+    nth: int, left: list[int], resumed: str, made: Made, tmp_path: Path
+) -> None:
+    """Full from the first save on, and full at the last one."""
+    run = copied(made.planned, tmp_path)
+    with mounted(run.checkpoints):
+        found = ended(run, partial(full_from, "flush", nth, None))
+        assert found.codes == [5] * RANKS, found.talk
+        assert "No space left on device" in found.talk
+        assert found.outcome["exit_code"] == 5
+        assert len(losses(run)) == STEPS
+        assert [path.name for path in published(run.checkpoints)] == [name_of(step) for step in left]
+        assert all(verify(path) == [] for path in published(run.checkpoints))
         (run.checkpoints / "filler").unlink()
         found = ended(run, resume=True)
         assert found.codes == [0] * RANKS, found.talk
-        assert "resumed from step-00000002" in found.talk
+        assert resumed in found.talk
         as_undisturbed(run, made)
 
 
@@ -302,11 +324,10 @@ def occupied(said: str, count: int, rank: int, folder: Path) -> None:
 def test_a_rank_that_cannot_write_its_shard(made: Made, tmp_path: Path) -> None:
     run = copied(made.planned, tmp_path)
     found = ended(run, occupied)
-    assert found.codes == [5] * RANKS
+    assert found.codes == [0] * RANKS, found.talk
+    assert found.talk.count("the checkpoint of step 4 could not be saved") == 1
     assert "Is a directory" in found.talk
     assert "rank 1" in found.talk
-    found = ended(run, resume=True)
-    assert "resumed from step-00000002" in found.talk
     as_undisturbed(run, made)
 
 
@@ -354,6 +375,7 @@ def test_a_folder_that_turns_read_only(made: Made, tmp_path: Path) -> None:
         found = ended(run, locked)
         assert found.codes == [5] * RANKS, found.talk
         assert REFUSED in found.talk
+        assert [path.name for path in published(run.checkpoints)] == [name_of(2)]
         lock(run.checkpoints, again=True)
         found = ended(run, resume=True)
         assert "resumed from step-00000002" in found.talk
