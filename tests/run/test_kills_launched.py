@@ -20,7 +20,7 @@ from tests.trials.kills import RANKS, STEPS, contents, losses, toy_job, undistur
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
 # The phase, which of its kind in that start, and up to how long after its beginning; saves are due at steps 2, 4, 6 and 8.
-TRIALS = [("copy", 2, 0.01), ("flush", 1, 0.05), ("publish", 2, 0.002)]
+TRIALS = [("copy", 2, 0.003), ("flush", 1, 0.05), ("publish", 2, 0.002)]
 ATTEMPTS = 3
 
 
