@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pentamesh.checkpoint.export import export
 from pentamesh.checkpoint.held import Held, held
 from pentamesh.checkpoint.load import load
@@ -128,8 +130,12 @@ def checkpoint_loaded(checkpoint: Path, config: dict[str, Any], layout: Layout) 
         made = trainee_of(model, layout, world, lambda _, cut, rank, part: None)
         state = {name: tensor for name, tensor in tensors(made).items() if not name.startswith("rng")}
         load(checkpoint, state)
-        found.held_bytes = sum(t.held_bytes if isinstance(t, Held) else t.nbytes for t in state.values())
+        found.held_bytes = sum(_held_bytes(t) for t in state.values())
     return found
+
+
+def _held_bytes(tensor: torch.Tensor) -> int:
+    return sum(tensor.part(box).nbytes for box in tensor.boxes) if isinstance(tensor, Held) else tensor.nbytes
 
 
 def exported(checkpoint: Path, config: dict[str, Any], target: Path) -> Growth:

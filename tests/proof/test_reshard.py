@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from pentamesh.checkpoint.held import Held
 from pentamesh.checkpoint.names import published
+from pentamesh.checkpoint.save import save
 from pentamesh.job.hardware import read_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.precision import PRECISIONS
@@ -171,7 +173,7 @@ def saved(folders: dict[str, Path], toy: str, precision: str) -> dict[str, Found
         for _ in range(BEFORE):
             found.counters, _ = step(plan, trainee, found.counters)
         seed_anew(1, 2, trainee.world.rank)
-        store(folder, trainee, found.counters, plan, DIGEST)
+        store(partial(save, folder), trainee, found.counters, plan, DIGEST)
         gathered(trainee, found)
         answers[name] = found
     return answers
