@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pentamesh.checkpoint.disk import check_room, discard, publish, write_text
+from pentamesh.checkpoint.disk import check_room, discard, publish, unfinished, write_text
 from pentamesh.checkpoint.finite import check_finite
 from pentamesh.checkpoint.headers import DTYPES, dtype_name, grouped, weight_dtype, write_tensors
 from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, file_facts, verify
@@ -54,7 +54,7 @@ def convert(
     if not tensors:
         raise InputError(f"{checkpoint.name} holds no weights", where=str(checkpoint))
     check_room(target.parent, sum(math.prod(shape) * to.itemsize for to, shape in tensors.values()))
-    partial = target.with_name(target.name + ".partial")
+    partial = unfinished(target)
     discard(partial)
     partial.mkdir()
     try:

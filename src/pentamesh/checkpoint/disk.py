@@ -14,7 +14,7 @@ from typing import BinaryIO, cast
 from pentamesh.errors import InputError
 from pentamesh.units import format_bytes
 
-__all__ = ["check_room", "discard", "forget", "is_remote", "location", "publish", "retire", "settle", "sync_folder", "write_text"]
+__all__ = ["check_room", "discard", "forget", "is_remote", "location", "publish", "retire", "settle", "sync_folder", "unfinished", "write_text"]
 
 # What is written to learn whether a folder can be written: enough to need a block of its own on any file system.
 _TRIAL_BYTES = 2**20
@@ -49,6 +49,8 @@ def check_room(folder: Path, bytes_needed: int) -> None:
     What an object store has free is not known. Raises InputError.
     """
     try:
+        if is_remote(folder) and not (store := [folder, *folder.parents][-1]).exists():
+            raise FileNotFoundError(f"there is no {store}")  # noqa: TRY301 - to be made by its owner, not by a slip of the pen
         folder.mkdir(parents=True, exist_ok=True)
         free = None if is_remote(folder) else shutil.disk_usage(folder).free
         if free is None or free >= bytes_needed:
@@ -115,8 +117,15 @@ def write_text(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def unfinished(target: Path) -> Path:
+    """Where a folder is written that will be published as `target`."""
+    return target if is_remote(target) else target.with_name(target.name + ".partial")
+
+
 def publish(partial: Path, target: Path) -> None:
     """Give a finished folder its name. One that has the name already steps aside to `<name>.replaced`, and goes when the new one is there."""
+    if partial == target:  # nobody takes it for finished without its last file
+        return
     aside = target.with_name(target.name + ".replaced")
     sync_folder(partial)
     if target.exists():

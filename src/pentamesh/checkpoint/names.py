@@ -31,7 +31,7 @@ __all__ = [
     "latest",
     "left",
     "name_of",
-    "names_for",
+    "new_name",
     "point",
     "point_best",
     "published",
@@ -61,14 +61,10 @@ def published(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (step_of(path), _writing(path)), reverse=True)
 
 
-def names_for(folder: Path, step: int) -> tuple[str, str]:
-    """The name under which a step's checkpoint is written, and the one that it has when it is published."""
-    name = name_of(step)
-    if not is_remote(folder):
-        return f"{name}.partial", name
-    if before := [path for path in published(folder) if step_of(path) == step]:
-        name = f"{name}.{_writing(before[0]) + 1}"
-    return name, name
+def new_name(folder: Path, step: int) -> str:
+    """The name that a step's checkpoint will be published under. An object store cannot put it in the place of one that is there already."""
+    before = [path for path in published(folder) if step_of(path) == step] if is_remote(folder) else []
+    return f"{name_of(step)}.{_writing(before[0]) + 1}" if before else name_of(step)
 
 
 def _is_published(path: Path) -> bool:

@@ -17,10 +17,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 
-from pentamesh.checkpoint.disk import discard, is_remote, publish, write_text
+from pentamesh.checkpoint.disk import discard, publish, unfinished, write_text
 from pentamesh.checkpoint.headers import dtype_name
 from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, file_facts
-from pentamesh.checkpoint.names import names_for, point
+from pentamesh.checkpoint.names import new_name, point
 from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.shards import Writer
 from pentamesh.checkpoint.together import Group, first, place_in, together
@@ -41,18 +41,18 @@ def save(folder: Path, step: int, tensors: Mapping[str, torch.Tensor], facts: Ma
     def manifest(files: dict[str, File]) -> Manifest:
         return Manifest(step, {"world_size": place_in(group)[1], **facts}, described, files)
 
-    names = first("preparing the checkpoint", lambda: _prepare(folder, manifest({})), group)
-    partial = folder / names[0]
+    target = folder / first("preparing the checkpoint", lambda: _prepare(folder, manifest({})), group)
+    partial = unfinished(target)
     announce("flush")
     try:
         written = together("writing the checkpoint", lambda: _write(partial, tensors, group), group)
         files = {name: file for mine in written for name, file in mine.items()}
-        first("publishing the checkpoint", lambda: _publish(folder, names, manifest(files)), group)
+        first("publishing the checkpoint", lambda: _publish(target, manifest(files)), group)
     except BaseException:
         if place_in(group)[0] == 0:
             discard(partial)
         raise
-    return folder / names[1]
+    return target
 
 
 def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
@@ -73,16 +73,17 @@ def _merged(everyone: list[dict[str, TensorFacts]]) -> dict[str, TensorFacts]:
     return merged
 
 
-def _prepare(folder: Path, manifest: Manifest) -> tuple[str, str]:
-    """Make an empty folder to write into, and return its name and the one that it gets in the end.
+def _prepare(folder: Path, manifest: Manifest) -> str:
+    """Make an empty folder to write into, and return the name that it gets in the end.
 
     What a dead run left of this step goes. Facts that are not JSON fail here, before any byte.
     """
     manifest.text()
-    names = names_for(folder, manifest.step)
-    discard(folder / names[0])
-    (folder / names[0]).mkdir(parents=True)
-    return names
+    name = new_name(folder, manifest.step)
+    partial = unfinished(folder / name)
+    discard(partial)
+    partial.mkdir(parents=True)
+    return name
 
 
 def _write(partial: Path, tensors: Mapping[str, torch.Tensor], group: Group) -> dict[str, File]:
@@ -104,9 +105,9 @@ def _write(partial: Path, tensors: Mapping[str, torch.Tensor], group: Group) -> 
     return writer.files
 
 
-def _publish(folder: Path, names: tuple[str, str], manifest: Manifest) -> None:
+def _publish(target: Path, manifest: Manifest) -> None:
     announce("publish")
-    partial, target = folder / names[0], folder / names[1]
+    partial = unfinished(target)
     found = {path.name: path.stat().st_size for path in partial.iterdir()}
     expected = {name: file.bytes for name, file in manifest.files.items()}
     if found != expected:
@@ -114,8 +115,7 @@ def _publish(folder: Path, names: tuple[str, str], manifest: Manifest) -> None:
         hint = "the checkpoint folder must be one that all hosts share"
         raise RunFailed(f"the first rank does not see the files that all ranks wrote: {differing}", where=str(partial), hint=hint)
     write_text(partial / MANIFEST, manifest.text())
-    if not is_remote(folder):  # where the manifest is the last that was lacking
-        publish(partial, target)
+    publish(partial, target)
     point(target)
 
 

@@ -263,6 +263,10 @@ class Checkpoint(Section):
         default=False,
         description="Also keep the one with the lowest held-out loss, evaluated before each save; `pentamesh export RUN --best` writes it.",
     )
+    folder: Text | None = Field(
+        default=None,
+        description="Where they are kept, if not in the run folder: another folder, or a URL that fsspec knows (`s3://bucket/run`).",
+    )
     asynchronous: bool = Field(
         default=True, description="Bring checkpoints to disk beside the steps that follow: they wait for a copy to host memory alone."
     )

@@ -93,6 +93,9 @@ def located(job: Job, base: Path, name: str) -> Job:
             return tuple(source.model_copy(update={"rows": here(source.rows)}) for source in rows)
         return absolute(rows) if isinstance(rows, str) and not is_hub_data(rows, base) else rows
 
+    def elsewhere(folder: str | None) -> str | None:
+        return folder if folder is None or "://" in folder else absolute(folder)
+
     found = {"train": here(job.data.train), "held_out": here(job.data.held_out)}
     if job.data.chat_template:
         found["chat_template"] = read_template(job.data.chat_template, base)
@@ -100,6 +103,7 @@ def located(job: Job, base: Path, name: str) -> Job:
         update={
             "model": job.model.model_copy(update={"name": resolved(job.model.name, base)}),
             "data": job.data.model_copy(update=found),
+            "checkpoint": job.checkpoint.model_copy(update={"folder": elsewhere(job.checkpoint.folder)}),
             "logging": job.logging.model_copy(update={"folder": absolute(job.logging.folder or f"runs/{name}")}),
         }
     )

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from pentamesh.checkpoint.disk import location
 from pentamesh.errors import InputError, PentameshError, Problem, RunFailed
 
 __all__ = ["METRICS_SCHEMA", "OUTCOME_SCHEMA", "RunFolder", "write_json"]
@@ -39,9 +40,10 @@ OUTCOME_SCHEMA = {"schema": "pentamesh.outcome", "version": 1}
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of one run."""
+    """Paths of one run. `kept_in` is where its job keeps checkpoints, if elsewhere; its plan.json says so too, once it is there."""
 
     path: Path
+    kept_in: str | None = None
 
     @property
     def job(self) -> Path:
@@ -69,7 +71,15 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        """The run's own folder of that name, or the one, perhaps a URL, that its job names."""
+        elsewhere = self.kept_in or self._planned_folder()
+        return location(elsewhere) if elsewhere else self.path / "checkpoints"
+
+    def _planned_folder(self) -> str | None:
+        try:
+            return json.loads(self.plan.read_text())["job"]["checkpoint"].get("folder")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
 
     @property
     def receipt(self) -> Path:

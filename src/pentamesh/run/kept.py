@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pentamesh.checkpoint import disk
 from pentamesh.checkpoint.manifest import MANIFEST
 from pentamesh.checkpoint.names import LATEST, left, name_of, published, step_of
 from pentamesh.errors import InputError, Problem
@@ -32,8 +33,12 @@ class Kept:
 
 
 def location(text: str) -> Path:
-    """The path that people wrote."""
-    path = Path(text)
+    """The path or URL that people wrote."""
+    path = disk.location(text)
+    return path if disk.is_remote(path) else _plain(path)
+
+
+def _plain(path: Path) -> Path:
     return path if path.name and ".." not in path.parts else path.resolve()
 
 

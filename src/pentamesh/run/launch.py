@@ -48,7 +48,7 @@ def keep(asked: Asked, options: Options, even_so: bool, *, here: bool = False) -
     if here:
         _check_machine(plan)
     _say_verdict(plan, even_so)
-    folder = RunFolder(Path(str(plan.job.logging.folder)))
+    folder = RunFolder(Path(str(plan.job.logging.folder)), plan.job.checkpoint.folder)
     if asked.file is not None and asked.file.resolve() in (folder.job.resolve(), folder.plan.resolve()):
         raise InputError(
             f"the run folder {format_path(folder.path)} is where {asked.file.name} lies, which the run would overwrite",

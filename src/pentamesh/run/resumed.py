@@ -33,8 +33,8 @@ def resumed(folder: RunFolder, plan: Plan, *, resume: bool) -> Plan:
         return plan
     if not resume:
         raise InputError(
-            f"{format_path(folder.path)} already holds checkpoints of a run",
-            where="logging.folder",
+            f"{format_path(folder.kept_in or folder.path)} already holds checkpoints of a run",
+            where="checkpoint.folder" if folder.kept_in else "logging.folder",
             hint="continue it with --resume, or choose another folder",
         )
     anew = f"or start anew in another logging.folder from `pentamesh export {format_path(folder.path)}`"
