@@ -33,7 +33,7 @@ def resumed(folder: RunFolder, plan: Plan, *, resume: bool) -> Plan:
         return plan
     if not resume:
         raise InputError(
-            f"{format_path(folder.kept_in or folder.path)} already holds checkpoints of a run",
+            f"{folder.kept_in or format_path(folder.path)} already holds checkpoints of a run",
             where="checkpoint.folder" if folder.kept_in else "logging.folder",
             hint="continue it with --resume, or choose another folder",
         )
