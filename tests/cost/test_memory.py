@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from pentamesh.cost import activations
 from pentamesh.cost.compute import flop_per_token, work
+from pentamesh.cost.copies import copied, copy_bytes
 from pentamesh.cost.holding import Holding
 from pentamesh.cost.memory import memory, verdict
-from pentamesh.cost.needs import Memory, Range
+from pentamesh.cost.needs import Memory, Range, Stage
 from pentamesh.job.hardware import read_hardware
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import PRECISIONS
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.policy import Policy
 from pentamesh.model.families import describe
+from pentamesh.model.frozen import frozen
 from pentamesh.model.read import read_model
 from tests.proof.toys import TOYS
 
@@ -122,3 +125,28 @@ def test_packed_samples_hold_scores_one_at_a_time() -> None:
     assert held("llama", "cuda", "bfloat16") == 0
     assert held("llama", "cuda") == heads * 64 * 64 * 4 * floats
     assert held("gemma2", "cuda", "bfloat16") == heads * 64 * 64 * (4 * floats + 2)
+
+
+def test_a_copy_that_is_saved_beside_the_steps_is_one_state_over_all_ranks() -> None:
+    model = MODEL
+    of = {name: PRECISIONS[name] for name in ("bf16", "bf16-pure")}
+    for layout in (Layout(Mesh(dp_replicate=4)), Layout(Mesh(dp_shard=4), "parameters"), Layout(Mesh(dp_shard=2, tp=2), "parameters")):
+        assert copy_bytes(Holding(model, layout), of["bf16"]) == math.ceil(model.num_parameters * 12 / 4)
+    assert copy_bytes(Holding(model, Layout()), of["bf16-pure"]) == model.num_parameters * 6
+    still = frozen(model, ["model.embed_tokens.*"])
+    assert copy_bytes(Holding(still, Layout()), of["bf16"]) == 12 * still.num_trained_parameters + 4 * (
+        still.num_parameters - still.num_trained_parameters
+    )
+
+
+def test_checkpoints_are_saved_beside_the_steps_where_the_copy_has_room() -> None:
+    found = Memory(100, Range(50, 60, 70), 50, {"weights": 60}, (Stage(0, Range(50, 60, 70), 50, {"weights": 60}),))
+    assert copied(found, 30, "cpu", "auto").peak_bytes == Range(80, 90, 100)
+    assert copied(found, 30, "cpu", "auto").parts_bytes == {"weights": 60, "copy": 30}
+    assert copied(found, 31, "cpu", "auto") == found
+    assert copied(found, 31, "cpu", True).peak_bytes.high == 101
+    assert copied(found, 1, "cpu", False) == found
+    on_gpu = replace(found, host_bytes=10, host_usable_bytes=40)
+    assert copied(on_gpu, 30, "cuda", "auto") == replace(on_gpu, copy_bytes=30)
+    assert copied(on_gpu, 31, "cuda", "auto") == on_gpu
+    assert copied(found, 10**15, "cuda", "auto").copy_bytes == 10**15  # nobody said what the host has

@@ -205,7 +205,16 @@ def test_the_json_contract() -> None:
     assert {"dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "edp"} <= found["layout"].keys()
     assert {"schedule", "micro_batch", "grad_accum"} <= found["policy"].keys()
     assert {"name", "weight", "compute", "reduce", "state"} <= found["precision"].keys()
-    assert found["memory"].keys() == {"usable_bytes", "peak_bytes", "states_bytes", "parts_bytes", "stages", "host_bytes", "host_usable_bytes"}
+    assert found["memory"].keys() == {
+        "usable_bytes",
+        "peak_bytes",
+        "states_bytes",
+        "parts_bytes",
+        "stages",
+        "host_bytes",
+        "host_usable_bytes",
+        "copy_bytes",
+    }
     assert all(stage.keys() == {"stage", "peak_bytes", "states_bytes", "parts_bytes"} for stage in found["memory"]["stages"])
     assert found["time"].keys() == {"step_s", "compute_s", "exposed_communication_s", "bubble_s"}
     for interval in (found["memory"]["peak_bytes"], found["time"]["step_s"]):

@@ -32,7 +32,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of the fullest rank; `stages` has every stage's. `host_bytes` wait in host memory, of `host_usable_bytes` where that is known."""
+    """Memory of the fullest rank; `stages` has every stage's. `host_bytes` wait in host memory, of `host_usable_bytes` where that is known.
+
+    `copy_bytes` are a rank's share of the copy that is saved beside the steps; none where they wait for a save, or none is due among them.
+    """
 
     usable_bytes: int
     peak_bytes: Range
@@ -41,6 +44,7 @@ class Memory:
     stages: tuple[Stage, ...] = ()
     host_bytes: int = 0
     host_usable_bytes: int | None = None
+    copy_bytes: int = 0
 
 
 @dataclass(frozen=True)

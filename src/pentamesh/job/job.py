@@ -267,8 +267,9 @@ class Checkpoint(Section):
         default=None,
         description="Where they are kept, if not in the run folder: another folder, or a URL that fsspec knows (`s3://bucket/run`).",
     )
-    asynchronous: bool = Field(
-        default=True, description="Bring checkpoints to disk beside the steps that follow: they wait for a copy to host memory alone."
+    asynchronous: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Bring checkpoints to disk beside the steps that follow: they wait for a copy to host memory alone. `auto`: where it has room.",
     )
     export: bool = Field(default=True, description="Write a Hugging Face folder at the end of the run.")
     push_to_hub: Text | None = Field(

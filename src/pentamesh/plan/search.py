@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Sequence
 
+from pentamesh.cost.copies import copied, copy_bytes
 from pentamesh.cost.holding import Holding
-from pentamesh.cost.needs import BEST_FIRST
+from pentamesh.cost.memory import verdict
+from pentamesh.cost.needs import BEST_FIRST, Memory
 from pentamesh.cost.predict import Prediction, predict
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Job
@@ -51,7 +53,9 @@ def plan(
     if axes and (job.method == "pretrain" or all(p.verdict == "does_not_fit" for p in found)):
         found += judged(job, model, hardware, axes, besides={p.held.layout for p in found})
     chosen = _choose(found)
-    fits = chosen.verdict != "does_not_fit"
+    memory = _with_copy(job, chosen)
+    decided = verdict(memory) if job.checkpoint.asynchronous is True else chosen.verdict
+    fits = decided != "does_not_fit"
     return Plan(
         job=job,
         model=model_facts(model),
@@ -59,8 +63,8 @@ def plan(
         layout=chosen.held.layout,
         policy=chosen.policy,
         precision=chosen.precision,
-        verdict=chosen.verdict,
-        memory=chosen.memory,
+        verdict=decided,
+        memory=memory,
         time=chosen.time,
         communication=chosen.communication,
         tokens_per_s=chosen.tokens_per_s,
@@ -72,6 +76,14 @@ def plan(
         overrides=overrides or {},
         parent=parent,
     )
+
+
+def _with_copy(job: Job, chosen: Prediction) -> Memory:
+    """The memory of the chosen candidate, with the copy that is saved beside the steps, where saves are due among them."""
+    kept = job.checkpoint
+    if kept.every is None or (job.training.steps is not None and kept.every >= job.training.steps):
+        return chosen.memory
+    return copied(chosen.memory, copy_bytes(chosen.held, chosen.precision), chosen.hardware.device.kind, kept.asynchronous)
 
 
 def _axes(model: ModelSpec, *, trained_only: bool) -> tuple[str, ...]:

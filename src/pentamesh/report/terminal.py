@@ -35,6 +35,7 @@ _PARTS = {
     "working": "gathered, cast or unreduced",
     "activations": "activations",
     "logits": "logits and loss",
+    "copy": "checkpoint on its way to disk",
     "framework": "CUDA context and NCCL",
     "allocator": "allocator slack",
 }
@@ -120,6 +121,8 @@ def _memory(plan: Plan) -> Iterator[RenderableType]:
     yield table
     if memory.host_bytes:
         yield Text(f"  in host memory  {format_bytes(memory.host_bytes)} a {_rank(plan)}")
+    if memory.copy_bytes and "copy" not in memory.parts_bytes:
+        yield Text(f"  in host memory  {format_bytes(memory.copy_bytes)} a {_rank(plan)}, of a checkpoint on its way to disk")
     if len(memory.stages) > 1:
         stages = ", ".join(f"{s.stage}: {format_bytes(s.peak_bytes.expected)}" for s in memory.stages)
         yield Text(f"  by pipeline stage  {stages}")

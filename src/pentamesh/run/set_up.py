@@ -78,7 +78,7 @@ def set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
     )
     board = Board(folder.tensorboard if job.logging.tensorboard and world.is_first else None)
     progress, kept = Progress(plan, num_steps, job.logging.every), job.checkpoint
-    saver = Saver(folder.checkpoints, Retention.of(kept), asynchronous=kept.asynchronous, say=progress.say)
+    saver = Saver(folder.checkpoints, Retention.of(kept), asynchronous=plan.memory.copy_bytes > 0, say=progress.say)
     return Run(plan, folder, world, trainee, found, batches, num_steps, progress, board, saver)
 
 
