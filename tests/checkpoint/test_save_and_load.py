@@ -339,6 +339,38 @@ def test_a_full_disk_on_one_rank_fails_on_all_and_leaves_what_was_there(tmp_path
     assert newest(tmp_path) == latest(tmp_path) == tmp_path / "step-00000001"
 
 
+class LostError(Exception):
+    """As libraries of object stores raise: it holds what cannot be pickled, or is made of more than its words."""
+
+    def __init__(self, words: str, _more: object) -> None:
+        super().__init__(words)
+
+
+def loses_its_connection(checkpoint: Path) -> tuple[str, str]:
+    """What is said where rank 1 of 2 fails by an error of a library, in writing and in reading."""
+
+    def lost(*_args: object, **_more: object) -> None:
+        raise LostError("the connection was reset", None)
+
+    if dist.get_rank() == 1:
+        shards.write_tensors = shards.read_box = lost
+    said = []
+    for act in (save_rank, load_rank):
+        try:
+            act(checkpoint.parent if act is save_rank else checkpoint, "full 2", 2)
+        except RunFailed as error:
+            said.append(str(error))
+    dist.barrier()
+    return said[0], said[1]
+
+
+def test_an_error_that_cannot_be_pickled_is_said_on_all_ranks(tmp_path: Path) -> None:
+    run_world(save_rank, 2, tmp_path, "full 2", 1)
+    for written, read in run_world(loses_its_connection, 2, tmp_path / "step-00000001", timeout_s=60):
+        assert "the checkpoint could not be written: LostError: the connection was reset\n  where  rank 1" in written
+        assert "the checkpoint could not be read: LostError: the connection was reset\n  where  rank 1" in read
+
+
 def dies(folder: Path, place: str) -> None:
     """Save, with rank 1 killed at `place`."""
 

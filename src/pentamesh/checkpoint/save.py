@@ -24,7 +24,7 @@ from pentamesh.checkpoint.names import new_name, point
 from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.shards import Writer
 from pentamesh.checkpoint.together import Group, first, place_in, together
-from pentamesh.errors import Problem, RunFailed
+from pentamesh.errors import PentameshError, Problem, RunFailed
 
 __all__ = ["said", "save"]
 
@@ -125,5 +125,7 @@ def said(error: CheckpointException, what: str) -> list[Problem]:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, PentameshError):
+        return "; ".join(problem.what for problem in error.problems)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

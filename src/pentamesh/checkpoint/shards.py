@@ -7,6 +7,8 @@ memory while they write, know no object store, and let every rank open every fil
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.futures import Future
 from pentamesh.checkpoint.headers import DTYPES, grouped, write_tensors
 from pentamesh.checkpoint.manifest import File, TensorFacts
 from pentamesh.checkpoint.parts import Part, read_box
+from pentamesh.errors import PentameshError, RunFailed
 
 __all__ = ["FILE_BYTES", "Reader", "Writer"]
 
@@ -50,7 +53,15 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank's plan in files of at most FILE_BYTES, or of one tensor."""
+        with _in_words():
+            self._write(plan, planner)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(item.index, _chunk(item).sizes.numel() * _dtype(item).itemsize, None) for item in plan.items])
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> None:
         items = {item.index.fqn: item for item in plan.items}
+        assert len(items) == len(plan.items)  # a file holds one part of a tensor
         shapes = {name: (_dtype(item), tuple(_chunk(item).sizes)) for name, item in items.items()}
         files = list(grouped(shapes, FILE_BYTES)) if items else []
         for number, names in enumerate(files, 1):
@@ -58,9 +69,6 @@ class Writer(StorageWriter):
             offsets = {name: tuple(_chunk(items[name]).offsets) for name in names}
             values = (_resolved(planner, items[name]) for name in names)
             self.files[file] = write_tensors(self._folder / file, {name: shapes[name] for name in names}, values, offsets)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(item.index, _chunk(item).sizes.numel() * _dtype(item).itemsize, None) for item in plan.items])
-        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """The manifest is `save`'s to write."""
@@ -118,6 +126,13 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read each item of this rank's plan into its place."""
+        with _in_words():
+            self._read(plan, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         found = {(name, piece.entry.offset): piece for name, pieces in self._pieces.items() for piece in pieces}
         for item in plan.items:
             piece = found[_place(item.storage_index)]
@@ -125,9 +140,6 @@ class Reader(StorageReader):
             target = planner.resolve_tensor(item).detach()
             target.copy_(values.view(target.shape))
             planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -137,3 +149,15 @@ class Reader(StorageReader):
 
 def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
     return index.fqn, tuple(index.offset or ())
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """Raise what fails as one of our errors: torch pickles it for the other ranks, which would wait in vain for a library's that cannot be."""
+    try:
+        yield
+    except PentameshError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise RunFailed(": ".join([type(error).__name__, *lines[:1]])) from error
