@@ -16,7 +16,7 @@ from pentamesh.checkpoint.disk import check_room, discard, publish, unfinished, 
 from pentamesh.checkpoint.finite import check_finite
 from pentamesh.checkpoint.headers import DTYPES, dtype_name, grouped, weight_dtype, write_tensors
 from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, file_facts, verify
-from pentamesh.checkpoint.parts import Part, parts, unfilled, whole
+from pentamesh.checkpoint.parts import Part, misfit, parts, whole
 from pentamesh.errors import InputError, Problem
 
 __all__ = ["FILE_BYTES", "convert"]
@@ -49,7 +49,7 @@ def convert(
     _refuse([*verify(checkpoint), *_occupied(checkpoint, target)])
     manifest = Manifest.read(checkpoint)
     pieces = parts(checkpoint / name for name in sorted(manifest.files))
-    _refuse([problem for name, facts in manifest.tensors.items() for problem in _misfit(name, facts, pieces.get(name, []))])
+    _refuse([problem for name, facts in manifest.tensors.items() for problem in misfit(name, facts, pieces.get(name, []))])
     tensors = _converted(manifest, weights_only, weight_dtype(dtype) if dtype is not None else None)
     if not tensors:
         raise InputError(f"{checkpoint.name} holds no weights", where=str(checkpoint))
@@ -79,14 +79,6 @@ def _occupied(checkpoint: Path, target: Path) -> Iterator[Problem]:
         yield Problem(f"{target.name} is there already and is not overwritten", str(target), hint)
     elif checkpoint.resolve() in target.resolve().parents:
         yield Problem(f"{target.name} would lie in the checkpoint, which holds what was saved and nothing else", str(target), hint)
-
-
-def _misfit(name: str, facts: TensorFacts, pieces: list[Part]) -> Iterator[Problem]:
-    if facts.dtype not in DTYPES:
-        yield Problem(f"{name} is {facts}, a dtype that no checkpoint has", hint=f"known are {', '.join(DTYPES)}")
-    yield from unfilled(name, facts.shape, pieces)
-    if pieces and pieces[0].entry.dtype != facts.dtype:
-        yield Problem(f"{name} is {facts.dtype} in {MANIFEST} and {pieces[0].entry.dtype} in {pieces[0].path.name}", str(pieces[0].path))
 
 
 def _converted(manifest: Manifest, weights_only: bool, dtype: torch.dtype | None) -> Shapes:

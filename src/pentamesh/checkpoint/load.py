@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 
 from pentamesh.checkpoint.headers import dtype_name
 from pentamesh.checkpoint.manifest import PER_RANK, Manifest, TensorFacts, verify
-from pentamesh.checkpoint.parts import Part, parts
+from pentamesh.checkpoint.parts import Part, misfit, parts
 from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.save import said
 from pentamesh.checkpoint.shards import Reader
@@ -31,7 +31,7 @@ def load(checkpoint: Path, tensors: dict[str, torch.Tensor], *, verified: bool =
     Collective: every rank calls it and verifies a share of the files, unless they have just been `verified` (by `agreed`). Together the ranks ask
     for every tensor of the checkpoint; of what each rank has for itself (`rng.<rank>`) some may be left.
 
-    Raises InputError on all ranks: for a checkpoint that is not whole (naming the file), and for names, shapes or dtypes that differ.
+    Raises InputError on all ranks: for a checkpoint that is not whole (naming the file or the tensor), and for names, shapes or dtypes that differ.
     """
     announce("restore")
     share = place_in(group)
@@ -41,6 +41,7 @@ def load(checkpoint: Path, tensors: dict[str, torch.Tensor], *, verified: bool =
     asked = {name for names in together("comparing names", lambda: list(tensors), group) for name in names}
     together("comparing tensors", lambda: _refuse([*_differing(manifest, tensors, checkpoint), *_unasked(manifest, asked, checkpoint)]), group)
     pieces = _pieces(checkpoint, manifest, share, group)
+    together("comparing files", lambda: _refuse(list(_misfitting(manifest, pieces, share))), group)
     together("reading the checkpoint", lambda: _read(Reader(manifest.tensors, pieces), tensors, group), group)
     return {"step": manifest.step, **manifest.facts}
 
@@ -74,6 +75,12 @@ def _pieces(checkpoint: Path, manifest: Manifest, share: tuple[int, int], group:
         for name, pieces in some.items():
             found.setdefault(name, []).extend(pieces)
     return found
+
+
+def _misfitting(manifest: Manifest, pieces: dict[str, list[Part]], share: tuple[int, int]) -> Iterator[Problem]:
+    """What keeps files from holding the tensors of the manifest, of a share of them: torch reads what is there and leaves the rest as it was."""
+    for name in sorted(manifest.tensors)[share[0] :: share[1]]:
+        yield from misfit(name, manifest.tensors[name], pieces.get(name, []))
 
 
 def _read(reader: Reader, tensors: dict[str, torch.Tensor], group: Group) -> None:

@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,10 @@ class Manifest:
     @classmethod
     def _from(cls, found: dict[str, Any]) -> Manifest:
         return cls(
-            step=found["step"],
+            step=index(found["step"]),
             facts={key: value for key, value in found.items() if key not in _OWN_KEYS},
-            tensors={name: TensorFacts(t["dtype"], tuple(t["shape"])) for name, t in found["tensors"].items()},
-            files={name: File(f["bytes"], f["sha256"]) for name, f in found["files"].items()},
+            tensors={name: TensorFacts(str(t["dtype"]), tuple(map(index, t["shape"]))) for name, t in found["tensors"].items()},
+            files={name: File(index(f["bytes"]), str(f["sha256"])) for name, f in found["files"].items()},
         )
 
     @property

@@ -14,10 +14,11 @@ from typing import BinaryIO
 
 import torch
 
-from pentamesh.checkpoint.headers import Entry, read_header
+from pentamesh.checkpoint.headers import DTYPES, Entry, read_header
+from pentamesh.checkpoint.manifest import MANIFEST, TensorFacts
 from pentamesh.errors import InputError, Problem
 
-__all__ = ["Part", "fill", "parts", "read_box", "unfilled", "whole"]
+__all__ = ["Part", "fill", "misfit", "parts", "read_box", "unfilled", "whole"]
 
 # Bytes that are read at once beside the tensor that they become.
 BLOCK_BYTES = 2**24
@@ -109,6 +110,15 @@ def parts(paths: Iterable[Path]) -> dict[str, list[Part]]:
             if math.prod(entry.shape):
                 pieces.append(Part(path, entry))
     return found
+
+
+def misfit(name: str, facts: TensorFacts, pieces: list[Part]) -> Iterator[Problem]:
+    """Everything in which the pieces of a tensor are not what the manifest says of it: its values, each once, in its dtype."""
+    if facts.dtype not in DTYPES:
+        yield Problem(f"{name} is {facts}, a dtype that no checkpoint has", hint=f"known are {', '.join(DTYPES)}")
+    yield from unfilled(name, facts.shape, pieces)
+    if pieces and pieces[0].entry.dtype != facts.dtype:
+        yield Problem(f"{name} is {facts.dtype} in {MANIFEST} and {pieces[0].entry.dtype} in {pieces[0].path.name}", str(pieces[0].path))
 
 
 def unfilled(name: str, shape: tuple[int, ...], pieces: list[Part]) -> Iterator[Problem]:
