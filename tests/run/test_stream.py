@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections import Counter
 from pathlib import Path
@@ -137,14 +138,57 @@ def test_a_lost_record_is_made_again(tmp_path: Path) -> None:
     assert told(whole) == told(folder)
 
 
-def test_a_fault_stops_the_run_with_what_was_learned_saved_and_is_mended(tmp_path: Path) -> None:
-    """Row 20 is of the second chunk: two steps were taken before it is needed."""
-    whole, _ = trained(job(tmp_path / "whole", checkpoint__every=20))
-    path = job(tmp_path / "torn", checkpoint={"every": 20, "keep_best": True})
-    rows = tmp_path / "torn/rows.jsonl"
-    good = rows.read_text()
-    lines = good.splitlines()
+def slowly_saved(folder: Path) -> None:
+    """A run whose saves take longer than what it gives them when it ends in an error."""
+    from pentamesh.checkpoint import saver
+    from pentamesh.checkpoint.phases import listeners
+
+    saver._LAST_CHANCE_S = 0.0
+    listeners.append(lambda phase: time.sleep(1.0) if phase == "flush" else None)
+    plan = Plan.read(RunFolder(folder).plan)
+    run(plan, RunFolder(folder), join(plan.layout, "cpu"), PLAIN)
+
+
+def torn(folder: Path, **changes: Any) -> Path:
+    """A job whose row 20 is none, of the second chunk: two steps are taken before it is needed."""
+    path = job(folder, **changes)
+    rows = folder / "rows.jsonl"
+    lines = rows.read_text().splitlines()
     rows.write_text("\n".join([*lines[:19], '{"messages": 5}', *lines[20:]]) + "\n")
+    return path
+
+
+def test_a_fault_waits_for_the_save_that_is_on_its_way(tmp_path: Path) -> None:
+    folder = keep(read_asked(torn(tmp_path, checkpoint__every=2)), PLAIN, even_so=False)
+    with pytest.raises(InputError, match=r"rows.jsonl:20"):
+        run_world(slowly_saved, 1, folder.path)
+    assert [checkpoint.name for checkpoint in published(folder.checkpoints)] == ["step-00000002"]
+
+
+def not_saved(folder: Path) -> str:
+    """What is said of a run that can neither go on nor save."""
+    from pentamesh.checkpoint import saver
+
+    def full(*_args: object, **_more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    saver.save = full
+    plan = Plan.read(RunFolder(folder).plan)
+    with pytest.raises(RunFailed) as failed:
+        run(plan, RunFolder(folder), join(plan.layout, "cpu"), PLAIN)
+    return str(failed.value)
+
+
+def test_a_fault_is_said_though_what_was_learned_cannot_be_saved(tmp_path: Path) -> None:
+    folder = keep(read_asked(torn(tmp_path, checkpoint__every=20)), PLAIN, even_so=False)
+    (said,) = run_world(not_saved, 1, folder.path)
+    assert "rows.jsonl:20" in said
+    assert "No space left on device" in said
+
+
+def test_a_fault_stops_the_run_with_what_was_learned_saved_and_is_mended(tmp_path: Path) -> None:
+    whole, _ = trained(job(tmp_path / "whole", checkpoint__every=20))
+    path = torn(tmp_path / "torn", checkpoint={"every": 20, "keep_best": True})
     with pytest.raises(InputError, match=r"`messages` is a number(.|\n)*rows.jsonl:20"):
         trained(path)
     folder = RunFolder(tmp_path / "torn/runs/job")
@@ -152,7 +196,7 @@ def test_a_fault_stops_the_run_with_what_was_learned_saved_and_is_mended(tmp_pat
     evaluated = json.loads(folder.held_out.read_text().splitlines()[-1])
     saved = Manifest.read(folder.checkpoints / "step-00000002")
     assert (saved.step, saved.facts["held_out_loss"]) == (evaluated["step"], evaluated["held_out_loss"])
-    rows.write_text(good)
+    shutil.copyfile(tmp_path / "whole/rows.jsonl", tmp_path / "torn/rows.jsonl")
     trained(path, Options(resume=True))
     assert told(folder) == told(whole)
 

@@ -161,12 +161,20 @@ def _next(made: Run, counters: Counters, *, unsaved: bool) -> list[Micro]:
     """The micro-batches of the next step. Where rows of a stream keep it from being taken, on all ranks alike, what was learned is saved first."""
     try:
         return made.batches.step(counters.consumed)
-    except PentameshError:
-        if unsaved:
-            loss = _evaluate(made, counters, {}) if made.plan.job.checkpoint.keep_best else None
-            _store(made, counters, loss)
-            made.saver.settle(proved=False)
+    except PentameshError as fault:
+        try:
+            _save_what_was_learned(made, counters, unsaved=unsaved)
+        except PentameshError as failed:
+            raise RunFailed(*fault.problems, *failed.problems) from fault
         raise
+
+
+def _save_what_was_learned(made: Run, counters: Counters, *, unsaved: bool) -> None:
+    """Save the state before a run ends early, or wait until what is on its way is saved."""
+    if unsaved:
+        loss = _evaluate(made, counters, {}) if made.plan.job.checkpoint.keep_best else None
+        _store(made, counters, loss)
+    made.saver.settle(proved=False)
 
 
 def _unusable(made: Run, last: StepResult) -> RunFailed:
