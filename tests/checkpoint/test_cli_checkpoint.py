@@ -202,6 +202,13 @@ def test_the_best_is_exported(folder: RunFolder, pentamesh: Any) -> None:
     assert json.loads((folder.path / "best" / "pentamesh.json").read_text())["step"] != best
 
 
+def test_one_that_was_to_be_replaced_is_exported_by_its_step(folder: RunFolder, pentamesh: Any) -> None:
+    (folder.checkpoints / name_of(6)).rename(folder.checkpoints / "step-00000006.replaced")
+    done = pentamesh("export", folder.path, "--step", "6", "--to", folder.path / "six")
+    assert done.code == 0, done.err
+    assert json.loads((folder.path / "six" / "pentamesh.json").read_text())["step"] == 6
+
+
 def test_convert_is_exported_and_gone_on_from_as_the_checkpoint_is(made: RunFolder, folder: RunFolder, tmp_path: Path, pentamesh: Any) -> None:
     """A run of two ranks in many files, one of one rank in few: the same bits."""
     checkpoint = folder.checkpoints / name_of(4)

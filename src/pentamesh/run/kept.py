@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pentamesh.checkpoint import disk
 from pentamesh.checkpoint.manifest import MANIFEST
-from pentamesh.checkpoint.names import LATEST, left, name_of, published, step_of
+from pentamesh.checkpoint.names import LATEST, left, published, step_of
 from pentamesh.errors import InputError, Problem
 from pentamesh.run.folder import RunFolder
 
@@ -25,8 +25,8 @@ class Kept:
     run: RunFolder | None = None
 
     def of_step(self, step: int) -> Path:
-        """The checkpoint of a step. Raises InputError, with those that there are."""
-        if (path := next((path for path in self.checkpoints if path.name == name_of(step)), None)) is not None:
+        """The newest checkpoint of a step, also where its name says that it was to be replaced. Raises InputError, with those that there are."""
+        if (path := next((path for path in self.checkpoints if step_of(path) == step), None)) is not None:
             return path
         there = ", ".join(str(step_of(path)) for path in reversed(self.checkpoints))
         raise InputError(f"there is no checkpoint of step {step}", where=str(self.folder or ""), hint=f"there are those of {there}")
