@@ -19,6 +19,7 @@ from pentamesh.checkpoint.keep import Retention, best, newest, prune
 from pentamesh.checkpoint.manifest import Manifest
 from pentamesh.checkpoint.names import BEST, LATEST, best_first, latest, left, name_of, point, published, step_of
 from pentamesh.checkpoint.save import save
+from pentamesh.errors import InputError
 from pentamesh.job.job import Checkpoint
 
 QUIET = lambda _: None  # noqa: E731
@@ -186,7 +187,7 @@ def test_the_best_that_is_whole_is_found_and_the_other_said(tmp_path: Path) -> N
     assert best(tmp_path / "nowhere") is None
 
 
-def test_a_manifest_with_a_number_that_is_none_has_no_loss(tmp_path: Path) -> None:
+def test_a_manifest_with_a_number_that_is_none_is_refused(tmp_path: Path) -> None:
     """JSON readers take NaN where nobody forbids it; a stranger's manifest may hold one with a checksum that is right."""
     path, other = saved(tmp_path, 1, 1.0), saved(tmp_path, 2, 5.0)
     text = json.loads((path / "manifest.json").read_text())
@@ -194,7 +195,8 @@ def test_a_manifest_with_a_number_that_is_none_has_no_loss(tmp_path: Path) -> No
     for value in (math.nan, -math.inf):
         text["held_out_loss"] = value
         (path / "manifest.json").write_text(json.dumps(text | {"sha256": checking._digest(text)}))
-        assert not math.isfinite(Manifest.read(path).facts["held_out_loss"])
+        with pytest.raises(InputError, match=r"not a checkpoint's manifest"):
+            Manifest.read(path)
         assert [found for found, _ in best_first(published(tmp_path))] == [other]
 
 

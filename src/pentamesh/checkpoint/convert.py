@@ -15,7 +15,7 @@ import torch
 from pentamesh.checkpoint.disk import check_room, discard, publish, unfinished, write_text
 from pentamesh.checkpoint.finite import check_finite
 from pentamesh.checkpoint.headers import DTYPES, dtype_name, grouped, weight_dtype, write_tensors
-from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, file_facts, verify
+from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, encloses, file_facts, misnamed, verify
 from pentamesh.checkpoint.parts import Part, misfit, parts, whole
 from pentamesh.errors import InputError, Problem
 
@@ -46,8 +46,9 @@ def convert(
     if dtype is not None and not weights_only:
         what = f"dtype = {dtype} with the state of the optimizer, which goes with weights as they are"
         raise InputError(what, where="--dtype", hint="add --weights-only, or leave --dtype out")
-    _refuse([*verify(checkpoint), *_occupied(checkpoint, target)])
+    _refuse([*verify(checkpoint), *_occupied(target), *encloses(checkpoint, target)])
     manifest = Manifest.read(checkpoint)
+    _refuse(list(misnamed(target, manifest.step)))
     pieces = parts(checkpoint / name for name in sorted(manifest.files))
     _refuse([problem for name, facts in manifest.tensors.items() for problem in misfit(name, facts, pieces.get(name, []))])
     tensors = _converted(manifest, weights_only, weight_dtype(dtype) if dtype is not None else None)
@@ -73,12 +74,9 @@ def _refuse(problems: list[Problem]) -> None:
         raise InputError(*problems)
 
 
-def _occupied(checkpoint: Path, target: Path) -> Iterator[Problem]:
-    hint = "name a folder that does not exist yet"
+def _occupied(target: Path) -> Iterator[Problem]:
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        yield Problem(f"{target.name} is there already and is not overwritten", str(target), hint)
-    elif checkpoint.resolve() in target.resolve().parents:
-        yield Problem(f"{target.name} would lie in the checkpoint, which holds what was saved and nothing else", str(target), hint)
+        yield Problem(f"{target.name} is there already and is not overwritten", str(target), "name a folder that does not exist yet")
 
 
 def _converted(manifest: Manifest, weights_only: bool, dtype: torch.dtype | None) -> Shapes:

@@ -18,7 +18,7 @@ from pentamesh.checkpoint.disk import check_room, discard, publish, write_text
 from pentamesh.checkpoint.finite import check_finite
 from pentamesh.checkpoint.headers import grouped, weight_dtype, write_tensors
 from pentamesh.checkpoint.held import Portion, portions
-from pentamesh.checkpoint.manifest import Manifest, verify
+from pentamesh.checkpoint.manifest import Manifest, encloses, is_of_step, verify
 from pentamesh.checkpoint.parts import Part, fill, parts, unfilled
 from pentamesh.checkpoint.weights import INDEX, SINGLE, Weights, file_name, inside
 from pentamesh.errors import InputError, Problem
@@ -66,7 +66,7 @@ def export(
 
     Raises InputError when the checkpoint is not whole, lacks a tensor, or `target` holds something else; RunFailed for values not finite.
     """
-    _refuse([*verify(checkpoint), *_occupied(target)])
+    _refuse([*verify(checkpoint), *_occupied(target), *encloses(checkpoint, target)])
     manifest = Manifest.read(checkpoint)
     pieces = parts(checkpoint / name for name in sorted(manifest.files))
     _refuse(list(_lacking(model, manifest, pieces, checkpoint)))
@@ -98,6 +98,8 @@ def _refuse(problems: list[Problem]) -> None:
 def _occupied(target: Path) -> Iterator[Problem]:
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         yield Problem(f"{target.name} is a file or a link, not a folder to export to", str(target), "name a folder that does not exist yet")
+    elif is_of_step(target.name):
+        yield Problem(f"{target.name} is the name of a checkpoint, and a run would take the model for one", str(target), "use another name")
     elif target.is_dir() and any(target.iterdir()) and not (target / RECORD).is_file():
         hint = "name a folder that does not exist yet, or empty this one"
         yield Problem(f"{target.name} holds files that Pentamesh did not export; they are not overwritten", str(target), hint)

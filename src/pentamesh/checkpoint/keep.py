@@ -15,6 +15,7 @@ from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.together import Group, first, place_in, together
 from pentamesh.errors import Problem
 from pentamesh.job.job import Checkpoint
+from pentamesh.units import visible
 
 __all__ = ["LATEST", "Retention", "agreed", "best", "latest", "name_of", "newest", "point", "prune", "published", "step_of"]
 
@@ -71,7 +72,7 @@ def _whole(candidates: list[Path], check: Callable[[Path], list[Problem]], say: 
         problems = check(checkpoint)
         if not problems:
             return checkpoint
-        say("\n".join([f"passing over checkpoint {checkpoint.name}, which cannot be used:", *map(str, problems), ""]))
+        say(visible("\n".join([f"passing over checkpoint {checkpoint.name}, which cannot be used:", *map(str, problems), ""])))
     return None
 
 

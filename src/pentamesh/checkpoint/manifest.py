@@ -17,22 +17,38 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import index
 from pathlib import Path
 from typing import Any
 
 from pentamesh.checkpoint.disk import forget
 from pentamesh.errors import InputError, Problem
 
-__all__ = ["MANIFEST", "PER_RANK", "SCHEMA", "VERSION", "File", "Manifest", "TensorFacts", "file_facts", "verify"]
+__all__ = [
+    "MANIFEST",
+    "PER_RANK",
+    "SCHEMA",
+    "VERSION",
+    "File",
+    "Manifest",
+    "TensorFacts",
+    "encloses",
+    "file_facts",
+    "is_of_step",
+    "misnamed",
+    "verify",
+]
 
 SCHEMA, VERSION, MANIFEST = "pentamesh.checkpoint", 1, "manifest.json"
 # Tensors that each rank has for itself: another number of ranks leaves some unread.
 PER_RANK = re.compile(r"^rng(_[a-z]+)?\.\d+$")
 _BLOCK_BYTES = 2**24
+_MOST = 2**63 - 1
+_MAX_NAME_BYTES = 255  # of Linux and macOS (NAME_MAX)
+_OF_STEP = re.compile(r"step-(\d{8,})(?:\.|$)")
 _OWN_KEYS = ("schema", "version", "step", "num_tensors", "tensors", "files", "sha256")
 # Names under which torch and others keep pickles; `.metadata` is what torch's default checkpoint reader unpickles.
 _PICKLES = re.compile(r"^\.metadata$|^__\d+_\d+\.distcp$|\.(pt|pth|bin|pkl|pickle|ckpt|distcp)$")
@@ -82,6 +98,7 @@ class Manifest:
         path = checkpoint / MANIFEST
         try:
             found = json.loads(path.read_text())
+            json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # neither NaN nor halves of characters, of which we write none
             if found["schema"] != SCHEMA or found["version"] != VERSION:
                 raise InputError(f"{path.name} is {found['schema']} version {found['version']}, not {SCHEMA} version {VERSION}", where=str(path))
             if found.pop("sha256") != _digest(found):
@@ -94,16 +111,31 @@ class Manifest:
 
     @classmethod
     def _from(cls, found: dict[str, Any]) -> Manifest:
+        """Raises ValueError, KeyError, TypeError or AttributeError for what no checkpoint says."""
         return cls(
-            step=index(found["step"]),
+            step=_whole(found["step"], "its step"),
             facts={key: value for key, value in found.items() if key not in _OWN_KEYS},
-            tensors={name: TensorFacts(str(t["dtype"]), tuple(map(index, t["shape"]))) for name, t in found["tensors"].items()},
-            files={name: File(index(f["bytes"]), str(f["sha256"])) for name, f in found["files"].items()},
+            tensors={name: _tensor(name, t["dtype"], t["shape"]) for name, t in found["tensors"].items()},
+            files={name: File(_whole(f["bytes"], f"the size of {name}"), str(f["sha256"])) for name, f in found["files"].items()},
         )
 
     @property
     def num_bytes(self) -> int:
         return sum(file.bytes for file in self.files.values())
+
+
+def _tensor(name: str, dtype: Any, shape: Any) -> TensorFacts:
+    if not isinstance(dtype, str) or not isinstance(shape, list):
+        raise TypeError(f"dtype and shape of {name} are {dtype!r} and {shape!r}, not a text and a list")
+    if math.prod(sizes := [_whole(size, f"a size of {name}") for size in shape]) > _MOST:
+        raise ValueError(f"{name} is {shape}, more than any disk holds")
+    return TensorFacts(dtype, tuple(sizes))
+
+
+def _whole(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise ValueError(f"{what} is {value!r}, not a whole number from 0 to 2^63")
+    return value
 
 
 def verify(checkpoint: Path, share: tuple[int, int] = (0, 1), *, hashed: Callable[[int], object] = lambda _: None) -> list[Problem]:
@@ -118,8 +150,28 @@ def verify(checkpoint: Path, share: tuple[int, int] = (0, 1), *, hashed: Callabl
         manifest = Manifest.read(checkpoint)
     except InputError as error:
         return [*_foreign(checkpoint, None), *error.problems]
-    problems = [*_foreign(checkpoint, manifest), *_resized(checkpoint, manifest)]
+    problems = [*misnamed(checkpoint, manifest.step), *_foreign(checkpoint, manifest), *_resized(checkpoint, manifest)]
     return problems or list(_altered(checkpoint, manifest, share, hashed))
+
+
+def is_of_step(name: str) -> bool:
+    """Whether a folder of this name passes for a checkpoint, or for what a run is writing or removing."""
+    return _OF_STEP.match(name) is not None
+
+
+def misnamed(checkpoint: Path, step: int) -> Iterator[Problem]:
+    """A folder that bears the name of another step: by their names steps are told apart, kept and removed."""
+    named = _OF_STEP.match(checkpoint.name)
+    if named and int(named[1]) != step:
+        yield Problem(f"{checkpoint.name} is not the name of step {step}", str(checkpoint), f"name it step-{step:08d}, if it is the right one")
+
+
+def encloses(checkpoint: Path, target: Path) -> Iterator[Problem]:
+    """A folder to be written that would lie in this checkpoint, or in another: it would not be whole any more."""
+    for parent in target.resolve().parents:
+        if parent == checkpoint.resolve() or (_OF_STEP.match(parent.name) and (parent / MANIFEST).is_file()):
+            what = f"{target.name} would lie in the checkpoint {parent.name}, which holds what was saved and nothing else"
+            yield Problem(what, str(target), "name a folder that does not exist yet")
 
 
 def _foreign(checkpoint: Path, manifest: Manifest | None) -> Iterator[Problem]:
@@ -137,8 +189,8 @@ def _foreign(checkpoint: Path, manifest: Manifest | None) -> Iterator[Problem]:
 def _resized(checkpoint: Path, manifest: Manifest) -> Iterator[Problem]:
     for name, file in manifest.files.items():
         path = checkpoint / name
-        if Path(name).name != name:
-            yield Problem(f"{name} in {MANIFEST} is not the plain name of a file", str(checkpoint))
+        if not name.isprintable() or len(name.encode()) > _MAX_NAME_BYTES or not name or Path(name).name != name:
+            yield Problem(f"{name if name.isprintable() else repr(name)} in {MANIFEST} is not the plain name of a file", str(checkpoint))
         elif not path.is_file():
             yield Problem(f"{name} is missing ({file.bytes:,} bytes)", str(checkpoint))
         elif (found := path.stat().st_size) != file.bytes:

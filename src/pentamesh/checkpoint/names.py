@@ -101,7 +101,12 @@ def held_out_loss(checkpoint: Path) -> float | None:
 
 def finite(value: Any) -> float | None:
     """The number, where it is one that can be compared."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return found if math.isfinite(found := float(value)) else None
+    except OverflowError:
+        return None
 
 
 def best_first(checkpoints: Iterable[Path]) -> list[tuple[Path, float]]:

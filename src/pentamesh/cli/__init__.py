@@ -18,6 +18,7 @@ from pentamesh.cli.data import data_app
 from pentamesh.cli.explain import explain_app
 from pentamesh.cli.options import HELP, AsJson, Overrides, known_precision
 from pentamesh.errors import DoesNotFit, InputError, PentameshError, Problem, unexpected
+from pentamesh.units import visible
 
 if TYPE_CHECKING:
     from pentamesh.job.job import Job
@@ -78,7 +79,7 @@ def main() -> None:
 def _fail(error: PentameshError) -> NoReturn:
     """Say what is wrong and leave with its exit code."""
     red, plain = ("\x1b[31m", "\x1b[0m") if _in_colour() else ("", "")
-    typer.echo(f"{red}{error}{plain}", err=True)
+    typer.echo(f"{red}{visible(str(error))}{plain}", err=True)
     raise SystemExit(error.exit_code) from None
 
 

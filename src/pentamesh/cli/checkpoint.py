@@ -113,6 +113,8 @@ def convert_command(
         file_bytes = parse_bytes(file_size)
     except ValueError as error:
         raise InputError(str(error), where="--file-size") from None
+    if file_bytes < 1:
+        raise InputError(f"{file_size} is no size of a file", where="--file-size", hint="write it like `5 GB`, or leave it out")
     from pentamesh.checkpoint.convert import convert
     from pentamesh.checkpoint.listing import num_bytes
 

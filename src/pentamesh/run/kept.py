@@ -74,4 +74,4 @@ def _none(path: Path, folder: Path) -> Problem:
     if (path / "config.json").is_file():
         hint = "a run starts from such a folder by model.name, and `pentamesh export` writes one; " + WANTED
         return Problem(f"{path.name} is a Hugging Face model folder and holds no checkpoint", str(path), hint)
-    return Problem(f"{path.name} holds no checkpoint", str(path), WANTED)
+    return Problem(f"{path.name or path} holds no checkpoint", str(path), WANTED)
