@@ -143,6 +143,18 @@ def test_a_store_that_cannot_be_reached_or_opened_is_said_before_any_step(server
     assert location("file:///tmp/run") == Path("/tmp/run")
 
 
+def test_without_credentials_there_is_a_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    type(folder.fs).clear_instance_cache()  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(InputError, match="cannot be used: NoCredentialsError: Unable to locate credentials"):
+        published(location(f"s3://{BUCKET}/elsewhere"))
+    with pytest.raises(InputError, match="credentials and endpoint"):
+        check_room(location(f"s3://{BUCKET}/elsewhere"), 1)
+    type(folder.fs).clear_instance_cache()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_a_failed_save_leaves_what_was_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(folder, 1, tensors(1), {})
     monkeypatch.setattr(saving, "file_facts", lambda _: File(1, "another"))

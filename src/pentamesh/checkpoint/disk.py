@@ -8,13 +8,28 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from pentamesh.errors import InputError
 from pentamesh.units import format_bytes
 
-__all__ = ["check_room", "discard", "forget", "is_remote", "location", "publish", "retire", "settle", "sync_folder", "unfinished", "write_text"]
+__all__ = [
+    "check_room",
+    "discard",
+    "forget",
+    "is_remote",
+    "location",
+    "publish",
+    "reached",
+    "retire",
+    "settle",
+    "sync_folder",
+    "unfinished",
+    "write_text",
+]
 
 # What is written to learn whether a folder can be written: enough to need a block of its own on any file system.
 _TRIAL_BYTES = 2**20
@@ -43,27 +58,45 @@ def is_remote(folder: Path) -> bool:
     return not isinstance(folder, Path)
 
 
+@contextmanager
+def reached(folder: Path) -> Iterator[None]:
+    """Raise InputError where a store cannot be reached, or will not let us in: each kind has errors of its own."""
+    try:
+        yield
+    except Exception as error:
+        if not is_remote(folder) or isinstance(error, InputError):
+            raise
+        reason = str(error).strip().splitlines() or [""]
+        raise InputError(f"{folder} cannot be used: {type(error).__name__}: {reason[0]}", hint=_REMOTE_HINT) from error
+
+
 def check_room(folder: Path, bytes_needed: int) -> None:
     """Make sure, before any work is done, that `bytes_needed` can be written to `folder`: it is made, a trial is written, free space compared.
 
     What an object store has free is not known. Raises InputError.
     """
+    if is_remote(folder):
+        _check_store(folder)
+        return
     try:
-        if is_remote(folder) and not (store := [folder, *folder.parents][-1]).exists():
-            raise FileNotFoundError(f"there is no {store}")  # noqa: TRY301 - to be made by its owner, not by a slip of the pen
         folder.mkdir(parents=True, exist_ok=True)
-        free = None if is_remote(folder) else shutil.disk_usage(folder).free
-        if free is None or free >= bytes_needed:
+        if (free := shutil.disk_usage(folder).free) >= bytes_needed:
             _try(folder / ".trial")  # one name: what a killed process left is written over
             return
-    except Exception as error:
-        if is_remote(folder):
-            raise InputError(f"the folder cannot be written: {type(error).__name__}: {error}", where=str(folder), hint=_REMOTE_HINT) from error
-        if not isinstance(error, OSError):
-            raise
+    except OSError as error:
         raise InputError(f"the folder cannot be written: {error.strerror}", where=str(folder), hint="use another folder") from error
     lacking = f"{format_bytes(bytes_needed)} are needed and {format_bytes(free)} are free"
     raise InputError(f"not enough disk: {lacking}", where=str(folder), hint="free some, keep fewer checkpoints or use another folder")
+
+
+def _check_store(folder: Path) -> None:
+    """Raise InputError where a store is not there, which is its owner's to make and not a slip of the pen's, or takes nothing."""
+    store = [folder, *folder.parents][-1]
+    with reached(folder):
+        if not store.exists():
+            raise InputError(f"there is no {store}", where=str(folder), hint="make it, or see what name, credentials and endpoint lead to")
+        folder.mkdir(parents=True, exist_ok=True)
+        _try(folder / ".trial")
 
 
 def _try(trial: Path) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pentamesh.checkpoint.disk import is_remote, write_text
+from pentamesh.checkpoint.disk import is_remote, reached, write_text
 from pentamesh.checkpoint.manifest import MANIFEST, Manifest
 from pentamesh.errors import InputError
 
@@ -78,8 +78,9 @@ def _writing(checkpoint: Path) -> int:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, published or not."""
-    return [path for path in folder.iterdir() if path.name.startswith("step-")] if folder.is_dir() else []
+    """The checkpoints of a folder, published or not. Raises InputError for a store that cannot be reached."""
+    with reached(folder):
+        return [path for path in folder.iterdir() if path.name.startswith("step-")] if folder.is_dir() else []
 
 
 def left(folder: Path) -> list[tuple[Path, int, str]]:

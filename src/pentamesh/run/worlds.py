@@ -33,7 +33,7 @@ def run_world(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
         pipes, processes = [], []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(theirs, rank, num_ranks, folder, function, args), daemon=True)
+            process = context.Process(target=_rank_main, args=(theirs, rank, num_ranks, folder, dict(os.environ), function, args), daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -74,11 +74,14 @@ def _answer(rank: int, pipe: Connection, process: Any) -> Any:
     raise RunFailed(f"rank {rank} failed:\n{value}")
 
 
-def _rank_main(pipe: Connection, rank: int, num_ranks: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(
+    pipe: Connection, rank: int, num_ranks: int, folder: str, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.environ.update(environment)  # of who asks now: the server may be older
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     try:
