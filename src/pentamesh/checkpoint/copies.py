@@ -18,6 +18,10 @@ class HostCopy:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
     def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`tensors` as they are now. Of one that is `Held` only what its box holds is copied. The copies before are written over."""
         found = {name: self._held(name, t) if isinstance(t, Held) else self._copy(name, t) for name, t in tensors.items()}

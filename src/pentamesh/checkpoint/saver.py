@@ -57,6 +57,11 @@ class Saver:
         self._flight: _Flight | None = None
         self._num_failed = 0
 
+    @property
+    def copy_bytes(self) -> int:
+        """Host memory that the copy of a state takes from the first save on."""
+        return self._copy.num_bytes
+
     def __enter__(self) -> Saver:
         return self
 

@@ -69,9 +69,10 @@ def receipt(plan: Plan, measured: Measured) -> dict[str, Any]:
 
 
 def _allocated(plan: Plan) -> float:
-    """The planned peak of what tensors take, which is what torch's allocator measures: without the framework's own and what lies unused."""
+    """The planned peak of what a step's tensors take, which is what is measured: without the framework's own, what lies unused, and a checkpoint on
+    its way to disk."""
     parts = plan.memory.parts_bytes
-    return plan.memory.peak_bytes.expected - parts["framework"] - parts["allocator"]
+    return plan.memory.peak_bytes.expected - parts["framework"] - parts["allocator"] - parts.get("copy", 0)
 
 
 def _part(predicted: float, measured: float | None) -> dict[str, float | None]:

@@ -56,7 +56,7 @@ def run(plan: Plan, folder: RunFolder, world: World, options: Options) -> Ending
     torch.manual_seed(plan.job.training.seed + world.rank)
     made = set_up(plan, folder, world)
     counters = _start(made, options)
-    measured = Measurements(plan, made.trainee, from_step=counters.step + 1)
+    measured = Measurements(plan, made.trainee, from_step=counters.step + 1, copy_bytes=lambda: made.saver.copy_bytes)
     last = min(made.num_steps, options.stop_at or made.num_steps)
     if counters.step > last:
         where = "training" if last == made.num_steps else "--stop-at"
