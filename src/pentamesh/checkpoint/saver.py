@@ -27,7 +27,7 @@ from pentamesh.checkpoint.keep import Retention, prune
 from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.save import save
 from pentamesh.checkpoint.together import place_in
-from pentamesh.errors import PentameshError, Problem, RunFailed
+from pentamesh.errors import PentameshError, Problem, RunFailed, reason
 
 __all__ = ["MAX_FAILED_SAVES", "Saved", "Saver"]
 
@@ -130,8 +130,8 @@ class Saver:
         """Remove what nothing keeps any more. What cannot be removed is said, and tried again after the next save."""
         try:
             prune(self._folder, self._retention, good=good)
-        except OSError as error:
-            self._say(f"older checkpoints could not be removed: {error.strerror}: {error.filename}")
+        except Exception as error:  # a library of an object store has its own
+            self._say(f"older checkpoints could not be removed: {type(error).__name__}: {reason(error)}")
 
     def _land(self, *, proved: bool) -> PentameshError | None:
         """Wait for the save on its way, and return what it failed of. Raises RunFailed after too many failures in a row."""
