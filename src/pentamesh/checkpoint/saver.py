@@ -24,10 +24,12 @@ import torch.distributed as dist
 
 from pentamesh.checkpoint.copies import HostCopy
 from pentamesh.checkpoint.keep import Retention, prune
+from pentamesh.checkpoint.manifest import Manifest
 from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.save import save
 from pentamesh.checkpoint.together import place_in
 from pentamesh.errors import PentameshError, Problem, RunFailed, reason
+from pentamesh.units import format_bytes, format_seconds
 
 __all__ = ["MAX_FAILED_SAVES", "Saved", "Saver"]
 
@@ -108,7 +110,10 @@ class Saver:
     def _fly(self, flight: _Flight, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         try:
             flight.path = save(self._folder, flight.step, tensors, facts, group=self._group)
-            self.saved.append(Saved(flight.step, flight.blocked_s, time.monotonic() - flight.started))
+            total_s = time.monotonic() - flight.started
+            self.saved.append(Saved(flight.step, flight.blocked_s if self._asynchronous else total_s, total_s))
+            if self._is_first:
+                self._say(_said(flight.path, self.saved[-1]))
         except Exception as error:
             flight.error = error if isinstance(error, PentameshError) else RunFailed(Problem(f"{type(error).__name__}: {error}", "saving"))
             if self._is_first:
@@ -145,6 +150,11 @@ class Saver:
         if flight.error is not None and self._num_failed == MAX_FAILED_SAVES:
             raise RunFailed(*flight.error.problems, Problem(f"{MAX_FAILED_SAVES} checkpoints in a row could not be saved", str(self._folder)))
         return flight.error
+
+
+def _said(checkpoint: Path, took: Saved) -> str:
+    size = format_bytes(Manifest.read(checkpoint).num_bytes)
+    return f"saved {checkpoint.name}: {size} in {format_seconds(took.total_s)}, of which steps waited {format_seconds(took.blocked_s)}"
 
 
 @dataclass

@@ -64,6 +64,8 @@ def run(plan: Plan, folder: RunFolder, world: World, options: Options) -> Ending
     with closing(made.rows), made.saver:
         counters = _train(made, counters, last, measured)
     made.board.close()
+    if made.world.is_first and counters.step < made.num_steps:
+        made.progress.say(f"stopped after step {counters.step} of {made.num_steps}: --resume goes on from there")
     return Ending("done" if counters.step == made.num_steps else "stopped", _finish(made, measured, counters))
 
 
@@ -80,6 +82,8 @@ def _start(made: Run, options: Options) -> Counters:
             made.folder.rewind(counters.step)
             point(found)
             made.progress.say(f"resumed from {found.name}: step {counters.step}, {counters.consumed} samples consumed")
+            if counters.step == made.num_steps:
+                made.progress.say(f"nothing is left to train: step {counters.step} is the last")
         return counters
     made.board.start(-1)
     if made.world.is_first:
