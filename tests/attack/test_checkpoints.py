@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,11 @@ from pentamesh.checkpoint.load import load
 from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, _digest, verify
 from pentamesh.checkpoint.names import name_of, published
 from pentamesh.checkpoint.save import save
+from pentamesh.checkpoint.saver import Saver
 from pentamesh.errors import InputError
 from pentamesh.report.checkpoints import listed, verified
+from pentamesh.run.folder import RunFolder
+from pentamesh.run.launch import _interrupted
 
 FACTS: dict[str, Any] = {"counters": {"step": 2, "consumed": 8}, "held_out_loss": 2.0, "precision": "fp32", "saved_at": "2026-01-01T00:00:00Z"}
 WEIGHT = "model.w"
@@ -209,3 +214,35 @@ def test_what_a_name_says_to_a_terminal_is_shown_and_not_done(folder: Path) -> N
     assert newest(folder, say=said.append) == folder / name_of(1)
     assert "\\x1b[2J is not in manifest.json" in said[0]
     assert "\x1b" not in said[0]
+
+
+def test_strangers_among_the_checkpoints_keep_none_from_going(folder: Path, tmp_path: Path) -> None:
+    """A file or a link under a step's name was renamed and could not be removed: nothing after it ever went, and the disk filled up."""
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").touch()
+    (folder / "step-00000000").touch()
+    (folder / "step-00000000.removed").touch()
+    (folder / "step-00000000.replaced").symlink_to(tmp_path / "precious")
+    (folder / "step-abc").mkdir()
+    prune(folder, Retention(1), folder / name_of(2))
+    assert sorted(path.name for path in folder.glob("step-*")) == [name_of(2), "step-abc"]
+    assert (tmp_path / "precious" / "file").exists()
+
+
+def test_a_run_that_is_ended_names_the_checkpoint_it_can_go_on_from(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "step-99999999999").mkdir()
+    (folder / name_of(9)).symlink_to(folder / name_of(1))
+    assert _interrupted(RunFolder(folder.parent), signal.SIGINT) == 130
+    assert "ended by SIGINT; --resume goes on from step-00000002" in capsys.readouterr().err
+    assert json.loads((folder.parent / "outcome.json").read_text())["outcome"] == "interrupted"
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_says_what_it_took(asynchronous: bool, tmp_path: Path) -> None:
+    said: list[str] = []
+    with Saver(tmp_path, Retention(1), asynchronous=asynchronous, say=said.append) as saver:
+        saver.begin(5, state(), FACTS)
+        saver.settle(proved=True)
+    assert len(said) == 1
+    assert re.fullmatch(r"saved step-00000005: [\d.]+ k?B in [\d.]+ m?s, of which steps waited [\d.]+ [mµu]?s", said[0])
+    assert 0 < saver.saved[0].blocked_s <= saver.saved[0].total_s

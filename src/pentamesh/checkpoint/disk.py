@@ -182,11 +182,11 @@ def retire(folder: Path, last: str) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder that may be there; a link to one is removed, not followed."""
+    """Remove a folder that may be there, or a file of its name; a link is removed, not followed."""
     if is_remote(folder):
         if folder.exists():
             folder.fs.rm(folder.path, recursive=True)  # pyright: ignore[reportAttributeAccessIssue]
-    elif folder.is_symlink():
+    elif folder.is_symlink() or folder.is_file():
         folder.unlink()
     elif folder.exists():
         shutil.rmtree(folder)

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from pentamesh.checkpoint.keep import published
+from pentamesh.checkpoint.manifest import Manifest, misnamed
 from pentamesh.errors import DoesNotFit, Drift, InputError, PentameshError, Problem, RunFailed
 from pentamesh.plan.plan import Plan
 from pentamesh.run.asked import Asked, planned
@@ -139,9 +140,18 @@ def _start_ranks(folder: RunFolder, num_ranks: int, options: Options) -> int:
     return 0
 
 
+def _newest_readable(folder: RunFolder) -> Path | None:
+    """The checkpoint that a resume would try first: its files are not read here, where somebody waits for the end."""
+    for checkpoint in published(folder.checkpoints):
+        with suppress(InputError):
+            if not list(misnamed(checkpoint, Manifest.read(checkpoint).step)):
+                return checkpoint
+    return None
+
+
 def _interrupted(folder: RunFolder, number: signal.Signals) -> int:
     """Say and record that a signal ended the run (Ctrl-C, a scheduler), and return the exit code that shells give it."""
-    hint = f"--resume goes on from {found[0].name}" if (found := published(folder.checkpoints)) else "no checkpoint was saved yet"
+    hint = f"--resume goes on from {found.name}" if (found := _newest_readable(folder)) else "no checkpoint was saved yet"
     print(f"ended by {number.name}; {hint}", file=sys.stderr)  # noqa: T201
     code = 128 + number
     with suppress(OSError):
