@@ -21,7 +21,7 @@ test: check  ## everything in `check`, then every test
 	$(BIN)/python -m pytest
 
 proof: $(INSTALLED)  ## every case of the proofs, of which `make test` runs a set that touches each axis and family
-	$(BIN)/python -m pytest --whole tests/proof
+	$(BIN)/python -m pytest --whole tests/proof tests/run/test_loop.py tests/run/test_other_ranks.py
 
 check: $(INSTALLED)  ## format, lint, types, import contracts, documentation
 	$(BIN)/ruff format --check .

@@ -478,3 +478,15 @@ def test_every_file_of_a_checkpoint_is_on_disk_whole_before_it_is_named(tmp_path
     assert synced.index((shard, facts.bytes)) < synced.index(manifest) < folders[0] < folders[-1]
     assert synced[folders[-1]][0] == tmp_path.name
     assert verify(checkpoint) == []
+
+
+def test_what_is_published_is_saved_although_the_pointers_to_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(tmp_path, 1)
+
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving, "point", full)
+    assert newest(tmp_path) == tmp_path / "step-00000001"
+    assert alone(tmp_path, 2) == newest(tmp_path) == tmp_path / "step-00000002"
+    assert latest(tmp_path) == tmp_path / "step-00000001"

@@ -8,7 +8,8 @@ failure everywhere, and leaves earlier checkpoints as they were.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,7 @@ def _write(partial: Path, tensors: Mapping[str, torch.Tensor], group: Group) -> 
     writer = Writer(partial, place_in(group)[0])
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process without a group is meant
+        with nullcontext() if dist.is_initialized() else _alone():
             dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise RunFailed(*said(error, "the checkpoint could not be written")) from error
@@ -103,6 +103,14 @@ def _write(partial: Path, tensors: Mapping[str, torch.Tensor], group: Group) -> 
             )
             raise RunFailed(what, where=str(partial), hint="the disk or the memory of this machine is damaged")
     return writer.files
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One process without a group is meant. What is caught is caught on all threads: not beside the steps of a run, which has a group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def _publish(target: Path, manifest: Manifest) -> None:
@@ -116,7 +124,8 @@ def _publish(target: Path, manifest: Manifest) -> None:
         raise RunFailed(f"the first rank does not see the files that all ranks wrote: {differing}", where=str(partial), hint=hint)
     write_text(partial / MANIFEST, manifest.text())
     publish(partial, target)
-    point(target)
+    with suppress(Exception):  # it is published now, whatever becomes of the pointers: people and tools have them, a resume looks at the folders
+        point(target)
 
 
 def said(error: CheckpointException, what: str) -> list[Problem]:

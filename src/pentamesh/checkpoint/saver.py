@@ -110,15 +110,15 @@ class Saver:
     def _fly(self, flight: _Flight, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         try:
             flight.path = save(self._folder, flight.step, tensors, facts, group=self._group)
-            total_s = time.monotonic() - flight.started
-            self.saved.append(Saved(flight.step, flight.blocked_s if self._asynchronous else total_s, total_s))
-            if self._is_first:
-                self._say(_said(flight.path, self.saved[-1]))
         except Exception as error:
             flight.error = error if isinstance(error, PentameshError) else RunFailed(Problem(f"{type(error).__name__}: {error}", "saving"))
             if self._is_first:
                 self._say(f"the checkpoint of step {flight.step} could not be saved: {flight.error}")
             return
+        total_s = time.monotonic() - flight.started
+        self.saved.append(Saved(flight.step, flight.blocked_s if self._asynchronous else total_s, total_s))
+        if self._is_first:
+            self._say(_said(flight.path, self.saved[-1]))
         if self._asynchronous and self._is_first:
             flight.decided.wait()
             if flight.is_proved:
