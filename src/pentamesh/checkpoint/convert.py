@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pentamesh.checkpoint.disk import check_room, discard, publish, unfinished, write_text
+from pentamesh.checkpoint.disk import check_room, write_text, writing
 from pentamesh.checkpoint.finite import check_finite
 from pentamesh.checkpoint.headers import DTYPES, dtype_name, grouped, weight_dtype, write_tensors
 from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, encloses, file_facts, misnamed, verify
@@ -55,17 +55,10 @@ def convert(
     if not tensors:
         raise InputError(f"{checkpoint.name} holds no weights", where=str(checkpoint))
     check_room(target.parent, sum(math.prod(shape) * to.itemsize for to, shape in tensors.values()))
-    partial = unfinished(target)
-    discard(partial)
-    partial.mkdir()
-    try:
+    with writing(target) as partial:
         files = _write(partial, tensors, pieces, file_bytes, written, checkpoint)
         described = {name: TensorFacts(dtype_name(to), shape) for name, (to, shape) in tensors.items()}
         write_text(partial / MANIFEST, Manifest(manifest.step, _facts(checkpoint, manifest, weights_only), described, files).text())
-        publish(partial, target)
-    except BaseException:
-        discard(partial)
-        raise
     return target
 
 

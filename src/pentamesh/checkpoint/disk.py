@@ -29,6 +29,7 @@ __all__ = [
     "sync_folder",
     "unfinished",
     "write_text",
+    "writing",
 ]
 
 # What is written to learn whether a folder can be written: enough to need a block of its own on any file system.
@@ -153,6 +154,20 @@ def write_text(path: Path, text: str) -> None:
 def unfinished(target: Path) -> Path:
     """Where a folder is written that will be published as `target`."""
     return target if is_remote(target) else target.with_name(target.name + ".partial")
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[Path]:
+    """An empty folder to write into, which is published as `target` when the block ends, and removed where it fails."""
+    partial = unfinished(target)
+    discard(partial)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        publish(partial, target)
+    except BaseException:
+        discard(partial)
+        raise
 
 
 def publish(partial: Path, target: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from pentamesh.checkpoint.disk import check_room, discard, publish, write_text
+from pentamesh.checkpoint.disk import check_room, write_text, writing
 from pentamesh.checkpoint.finite import check_finite
 from pentamesh.checkpoint.headers import grouped, weight_dtype, write_tensors
 from pentamesh.checkpoint.held import Portion, portions
@@ -73,20 +73,13 @@ def export(
     dtypes = _dtypes(model, source, dtype)
     size = sum(t.numel * dtypes[t.name].itemsize for t in model.parameters)
     check_room(target.parent, size)
-    partial = target.with_name(target.name + ".partial")
-    discard(partial)
-    partial.mkdir()
-    try:
+    with writing(target) as partial:
         _write_weights(partial, model, pieces, dtypes, max_shard_bytes)
         _write_config(partial, model, source, dtypes, dtype)
         copy_companions(partial, source)
         if chat_template is not None:
             _write_template(partial, chat_template)
         _write_record(partial, manifest, model)
-        publish(partial, target)
-    except BaseException:
-        discard(partial)
-        raise
     return target
 
 

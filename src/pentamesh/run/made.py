@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pentamesh.checkpoint.disk import discard, publish, write_text
+from pentamesh.checkpoint.disk import write_text, writing
 from pentamesh.checkpoint.export import RECORD
 from pentamesh.errors import InputError
 
@@ -26,14 +26,7 @@ def made_once(folder: Path, what: str, record: Mapping[str, Any], write: Callabl
             )
         if json.loads((folder / RECORD).read_text()) == record:
             return folder
-    partial = folder.with_name(folder.name + ".partial")
-    discard(partial)
-    partial.mkdir(parents=True)
-    try:
+    with writing(folder) as partial:
         write(partial)
         write_text(partial / RECORD, json.dumps(record, indent=2) + "\n")
-        publish(partial, folder)
-    except BaseException:
-        discard(partial)
-        raise
     return folder
