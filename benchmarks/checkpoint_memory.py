@@ -34,11 +34,11 @@ from pentamesh.layout.split import split
 from pentamesh.model.families import describe
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
+from pentamesh.run.initial import drawing
 from pentamesh.run.optim import adamw
 from pentamesh.run.place import Filler, local, parameters_of, place
 from pentamesh.run.state import tensors
 from pentamesh.run.step import Trainee
-from pentamesh.run.verify import drawn
 from pentamesh.run.world import World, join
 from pentamesh.run.worlds import run_world
 
@@ -100,7 +100,7 @@ def trainee_of(model: ModelSpec, layout: Layout, world: World, fill: Filler) -> 
 def weights_saved(folder: Path, config: dict[str, Any], layout: Layout) -> Path:
     """A checkpoint of drawn weights alone: enough for a folder to be exported from it."""
     model, world = spec(config), join(layout, "cpu")
-    parameters = parameters_of(place(model, layout, Policy(), PRECISIONS["fp32"], world, drawn(0)))
+    parameters = parameters_of(place(model, layout, Policy(), PRECISIONS["fp32"], world, drawing(0)))
     splits = {tensor.name: split(tensor, Role.STATE, layout) for tensor in model.parameters}
     parts = [held(f"model.{name}", local(parameters[name].detach()), cut, world.rank) for name, cut in splits.items()]
     return save(folder, 1, {name: tensor for part in parts for name, tensor in part.items()}, {"made": "up"})
@@ -109,7 +109,7 @@ def weights_saved(folder: Path, config: dict[str, Any], layout: Layout) -> Path:
 def saved(folder: Path, config: dict[str, Any], layout: Layout) -> Path:
     """A checkpoint of drawn weights and of moments that are zero."""
     world = join(layout, "cpu")
-    return save(folder, 1, tensors(trainee_of(spec(config), layout, world, drawn(0))), {"made": "up"})
+    return save(folder, 1, tensors(trainee_of(spec(config), layout, world, drawing(0))), {"made": "up"})
 
 
 def folder_loaded(folder: Path, config: dict[str, Any], layout: Layout) -> Growth:

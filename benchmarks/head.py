@@ -26,10 +26,10 @@ from pentamesh.layout.policy import Policy
 from pentamesh.model.families import describe
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.data.batches import IGNORED, Micro
+from pentamesh.run.initial import drawing
 from pentamesh.run.loss import weighted_loss
 from pentamesh.run.peak import count_allocations, measured_peak
 from pentamesh.run.place import build, parameters_of, place
-from pentamesh.run.verify import drawn
 from pentamesh.run.world import join
 from pentamesh.run.worlds import run_world
 
@@ -55,7 +55,7 @@ def in_pieces(vocab: int, tokens: int) -> dict[str, Any]:
     """Peak, gradients and operations of the head as it is trained."""
     count_allocations()
     model, world = spec(vocab), join(Layout(), "cpu")
-    module = place(model, Layout(), Policy(), PRECISIONS["fp32"], world, drawn(0))
+    module = place(model, Layout(), Policy(), PRECISIONS["fp32"], world, drawing(0))
     found = _measured(module, lambda given: weighted_loss(module, given, model, Layout(), 1 / tokens), vocab, tokens)
     found["flop"] = {}
     for share in (1.0, 0.25, 0.0):
@@ -74,7 +74,7 @@ def whole(vocab: int, tokens: int) -> dict[str, Any]:
     built.to_empty(device="cpu")
     for name, buffer in built.named_buffers():
         buffer.copy_(buffers[name])
-    filled = parameters_of(place(model, Layout(), Policy(), PRECISIONS["fp32"], world, drawn(0)))
+    filled = parameters_of(place(model, Layout(), Policy(), PRECISIONS["fp32"], world, drawing(0)))
     built.load_state_dict(filled)
     del filled
 

@@ -26,9 +26,9 @@ from benchmarks.speed import micros
 from pentamesh.checkpoint.held import Held
 from pentamesh.checkpoint.keep import Retention
 from pentamesh.checkpoint.saver import Saver
+from pentamesh.run.initial import drawing
 from pentamesh.run.state import tensors
 from pentamesh.run.step import Trainee, take_step
-from pentamesh.run.verify import drawn
 from pentamesh.run.world import join
 from pentamesh.run.worlds import run_world
 
@@ -80,8 +80,8 @@ def _agreed(done: bool) -> bool:
 
 def measured(folder: Path, rounds: int) -> dict[str, Any]:
     """Every kind of save in turn, `rounds` times after one that is not counted: it makes the buffers."""
-    trainee = trainee_of(spec(SMALL), FULL_2, join(FULL_2, "cpu"), drawn(0))
-    savers = {name: Saver(folder / name, KEPT, asynchronous=name == "beside") for name in ("waited", "beside")}
+    trainee = trainee_of(spec(SMALL), FULL_2, join(FULL_2, "cpu"), drawing(0))
+    savers = {name: Saver(folder / name, KEPT, asynchronous=name == "beside", say=lambda _: None) for name in ("waited", "beside")}
     group: Any = dist.new_group(backend="gloo")
     plain_s = statistics.median([one_step(trainee) for _ in range(6)][2:])
     found: dict[str, list[dict[str, float]]] = {"waited": [], "beside": [], "torch's async_save": []}

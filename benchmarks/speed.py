@@ -34,11 +34,11 @@ from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan
 from pentamesh.run.data.batches import Micro
+from pentamesh.run.initial import drawing
 from pentamesh.run.optim import adamw
 from pentamesh.run.peak import count_allocations, measured_peak
 from pentamesh.run.place import parameters_of, place
 from pentamesh.run.step import Trainee, take_step
-from pentamesh.run.verify import drawn
 from pentamesh.run.world import World, join
 from pentamesh.run.worlds import run_world
 
@@ -122,7 +122,7 @@ def ours(case: Case, folder: Path, world_of: Callable[[Plan], World]) -> tuple[S
     model = read_model(str(folder))
     chosen = planned(model, folder, case)
     world, precision = world_of(chosen), PRECISIONS["fp32"]
-    module = place(model, chosen.layout, chosen.policy, precision, world, drawn(0))
+    module = place(model, chosen.layout, chosen.policy, precision, world, drawing(0))
     parameters = parameters_of(module)
     trainee = Trainee(module, parameters, adamw(parameters, model, chosen.job.optimizer, precision, world, 0), model, chosen.policy, world)
     count = iter(range(10**9))

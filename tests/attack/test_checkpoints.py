@@ -18,8 +18,8 @@ from pentamesh.checkpoint.headers import write_tensors
 from pentamesh.checkpoint.keep import Retention, best, newest, prune
 from pentamesh.checkpoint.listing import listing, verification
 from pentamesh.checkpoint.load import load
-from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, _digest, verify
-from pentamesh.checkpoint.names import name_of, published
+from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, _digest, name_of, verify
+from pentamesh.checkpoint.names import published
 from pentamesh.checkpoint.save import save
 from pentamesh.checkpoint.saver import Saver
 from pentamesh.errors import InputError

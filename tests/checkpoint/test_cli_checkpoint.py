@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from pentamesh import cli
-from pentamesh.checkpoint.manifest import MANIFEST, Manifest, verify
-from pentamesh.checkpoint.names import BEST, LATEST, name_of, point
+from pentamesh.checkpoint.manifest import MANIFEST, Manifest, name_of, verify
+from pentamesh.checkpoint.names import BEST, LATEST, point
 from pentamesh.job.precision import PRECISIONS
 from pentamesh.plan.plan import Plan
 from pentamesh.run.asked import read_asked

@@ -15,8 +15,7 @@ import torch
 from pentamesh.checkpoint.headers import write_tensors
 from pentamesh.checkpoint.keep import newest
 from pentamesh.checkpoint.load import load
-from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, _digest, verify
-from pentamesh.checkpoint.names import name_of
+from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, _digest, name_of, verify
 from pentamesh.checkpoint.save import save
 from pentamesh.errors import InputError
 

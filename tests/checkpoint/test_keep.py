@@ -16,8 +16,8 @@ from pentamesh.checkpoint import disk
 from pentamesh.checkpoint import keep as keeping
 from pentamesh.checkpoint import manifest as checking
 from pentamesh.checkpoint.keep import Retention, best, newest, prune
-from pentamesh.checkpoint.manifest import Manifest
-from pentamesh.checkpoint.names import BEST, LATEST, best_first, latest, left, name_of, point, published, step_of
+from pentamesh.checkpoint.manifest import Manifest, name_of
+from pentamesh.checkpoint.names import BEST, LATEST, best_first, latest, left, point, published, step_of
 from pentamesh.checkpoint.save import save
 from pentamesh.errors import InputError
 from pentamesh.job.job import Checkpoint

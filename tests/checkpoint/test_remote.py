@@ -16,6 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from pentamesh.checkpoint import manifest as checking
 from pentamesh.checkpoint import save as saving
 from pentamesh.checkpoint.disk import check_room, location
 from pentamesh.checkpoint.keep import Retention, newest, prune
@@ -157,7 +158,7 @@ def test_without_credentials_there_is_a_sentence(folder: Path, monkeypatch: pyte
 
 def test_a_failed_save_leaves_what_was_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(folder, 1, tensors(1), {})
-    monkeypatch.setattr(saving, "file_facts", lambda _: File(1, "another"))
+    monkeypatch.setattr(checking, "file_facts", lambda _: File(1, "another"))
     with pytest.raises(RunFailed, match="is not what was written"):
         save(folder, 2, tensors(2), {})
     assert published(folder) == [folder / "step-00000001"]

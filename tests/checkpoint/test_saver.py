@@ -9,7 +9,8 @@ import torch
 
 from pentamesh.checkpoint import keep as keeping
 from pentamesh.checkpoint.keep import Retention
-from pentamesh.checkpoint.names import name_of, published
+from pentamesh.checkpoint.manifest import name_of
+from pentamesh.checkpoint.names import published
 from pentamesh.checkpoint.saver import Saver
 
 

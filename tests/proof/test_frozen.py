@@ -13,8 +13,9 @@ from pentamesh.layout.mesh import Layout, Mesh, Shard
 from pentamesh.layout.policy import Policy
 from pentamesh.layout.split import split
 from pentamesh.model.roles import Role
+from pentamesh.run.initial import drawing
 from pentamesh.run.ledger import differences
-from pentamesh.run.verify import Outcome, Trial, drawn, errors, outcome, predicted_ledger
+from pentamesh.run.verify import Outcome, Trial, errors, outcome, predicted_ledger
 from pentamesh.run.worlds import run_world
 from tests.proof.toys import TOYS, ZERO, reduced
 
@@ -83,7 +84,7 @@ def test_equal_to_one_process(case: tuple[str, str, str], record_proof) -> None:
 def initial_values(wanted: Trial) -> dict[str, np.ndarray]:
     values = {t.name: np.empty(t.shape) for t in wanted.model.parameters}
     for tensor in wanted.model.parameters:
-        drawn(wanted.seed)(tensor, split(tensor, Role.STATE, Layout()), 0, torch.from_numpy(values[tensor.name]))
+        drawing(wanted.seed)(tensor, split(tensor, Role.STATE, Layout()), 0, torch.from_numpy(values[tensor.name]))
     return values
 
 

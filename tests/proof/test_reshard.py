@@ -32,11 +32,12 @@ from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as planned
 from pentamesh.run.chance import random_state, seed_anew
 from pentamesh.run.data.batches import Batches
+from pentamesh.run.initial import drawing
 from pentamesh.run.optim import adamw
 from pentamesh.run.place import parameters_of, place
 from pentamesh.run.state import Counters, restore, store, tensors
 from pentamesh.run.step import Trainee, take_step
-from pentamesh.run.verify import drawn, toy_samples
+from pentamesh.run.verify import toy_samples
 from pentamesh.run.world import World, join
 from pentamesh.run.worlds import run_world
 from tests.proof.toys import TOYS, ZERO, reduced
@@ -101,7 +102,7 @@ def plan_of(toy: str, name: str, precision: str) -> Plan:
 
 def trainee_of(plan: Plan, world: World) -> Trainee:
     model = model_of(plan.job.model.name)
-    module = place(model, plan.layout, plan.policy, plan.precision, world, drawn(SEED, std=0.05))
+    module = place(model, plan.layout, plan.policy, plan.precision, world, drawing(SEED, std=0.05))
     parameters = parameters_of(module)
     optimizer = adamw(parameters, model, plan.job.optimizer, plan.precision, world, SEED)
     return Trainee(module, parameters, optimizer, model, plan.policy, world)

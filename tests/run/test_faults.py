@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from pentamesh.checkpoint.keep import name_of, published
-from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, file_facts, verify
+from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, file_facts, name_of, verify
+from pentamesh.checkpoint.names import published
 from pentamesh.run.asked import read_asked
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.launch import keep
@@ -383,7 +383,7 @@ def test_a_folder_that_turns_read_only(made: Made, tmp_path: Path) -> None:
 
 
 def test_what_a_pointer_says_does_not_lead_out_of_the_folder(made: Made, tmp_path: Path) -> None:
-    from pentamesh.checkpoint.keep import LATEST, latest
+    from pentamesh.checkpoint.names import LATEST, latest
 
     run = copied(made.halfway, tmp_path)
     shutil.copytree(run.checkpoints / name_of(4), tmp_path / name_of(9))

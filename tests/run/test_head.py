@@ -16,10 +16,10 @@ from pentamesh.layout.policy import Policy
 from pentamesh.model.families import describe
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.data.batches import IGNORED, Micro
+from pentamesh.run.initial import drawing
 from pentamesh.run.lean import keep_less
 from pentamesh.run.loss import weighted_loss
 from pentamesh.run.place import build, parameters_of, place
-from pentamesh.run.verify import drawn
 from pentamesh.run.world import join
 from tests.proof.toys import TOYS
 
@@ -47,7 +47,7 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def placed(model: ModelSpec, precision: str) -> nn.Module:
     world = join(Layout())
-    return place(model, Layout(), Policy(), PRECISIONS[precision], world, drawn(0))
+    return place(model, Layout(), Policy(), PRECISIONS[precision], world, drawing(0))
 
 
 def plain(model: ModelSpec, module: nn.Module, given: Micro) -> tuple[float, dict[str, torch.Tensor]]:

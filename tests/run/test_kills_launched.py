@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pentamesh.checkpoint.keep import name_of, newest, published
-from pentamesh.checkpoint.manifest import verify
+from pentamesh.checkpoint.keep import newest
+from pentamesh.checkpoint.manifest import name_of, verify
+from pentamesh.checkpoint.names import published
 from pentamesh.run.folder import RunFolder
 from tests.trials import driver
 from tests.trials.kills import RANKS, STEPS, contents, losses, toy_job, undisturbed

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pentamesh.checkpoint.keep import published
 from pentamesh.checkpoint.manifest import Manifest
+from pentamesh.checkpoint.names import published
 from pentamesh.errors import Drift, InputError, RunFailed
 from pentamesh.job.precision import PRECISIONS
 from pentamesh.plan.plan import Plan

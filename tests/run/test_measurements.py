@@ -11,13 +11,14 @@ from pentamesh.job.precision import PRECISIONS
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.policy import Policy
 from pentamesh.run.data.batches import Batches
+from pentamesh.run.initial import drawing
 from pentamesh.run.optim import adamw
 from pentamesh.run.peak import count_allocations, measured_peak
 from pentamesh.run.place import parameters_of, place
 from pentamesh.run.standing import Standing, storage_bytes
 from pentamesh.run.state import tensors
 from pentamesh.run.step import Trainee, take_step
-from pentamesh.run.verify import Trial, drawn, toy_samples
+from pentamesh.run.verify import Trial, toy_samples
 from pentamesh.run.world import join
 from pentamesh.run.worlds import run_world
 
@@ -71,7 +72,7 @@ def stepped(trial: Trial) -> tuple[Standing, list[tuple[int, int]]]:
     """Two steps of a trial: the states that stood, and after each step the bytes that the allocator counts beside those of all storages."""
     count_allocations()
     world, precision = join(trial.layout, "cpu"), PRECISIONS[trial.precision]
-    module = place(trial.model, trial.layout, trial.policy, precision, world, drawn(trial.seed))
+    module = place(trial.model, trial.layout, trial.policy, precision, world, drawing(trial.seed))
     parameters = parameters_of(module)
     trainee = Trainee(
         module, parameters, adamw(parameters, trial.model, trial.optimizer, precision, world, trial.seed), trial.model, trial.policy, world

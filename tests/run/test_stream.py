@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pentamesh.checkpoint.keep import published
 from pentamesh.checkpoint.manifest import Manifest
+from pentamesh.checkpoint.names import published
 from pentamesh.errors import InputError, RunFailed
 from pentamesh.job.precision import PRECISIONS
 from pentamesh.plan.plan import Plan

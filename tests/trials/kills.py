@@ -20,8 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 from pentamesh.checkpoint.headers import read_header
-from pentamesh.checkpoint.keep import latest, name_of, newest
-from pentamesh.checkpoint.manifest import verify
+from pentamesh.checkpoint.keep import newest
+from pentamesh.checkpoint.manifest import name_of, verify
+from pentamesh.checkpoint.names import latest
 from pentamesh.checkpoint.phases import PHASES, Phase
 from pentamesh.run.asked import read_asked
 from pentamesh.run.folder import RunFolder

@@ -15,7 +15,7 @@ import torch
 from pentamesh.checkpoint.disk import check_room, write_text, writing
 from pentamesh.checkpoint.finite import check_finite
 from pentamesh.checkpoint.headers import DTYPES, dtype_name, grouped, weight_dtype, write_tensors
-from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, encloses, file_facts, misnamed, verify
+from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, check_back, encloses, file_facts, misnamed, verify
 from pentamesh.checkpoint.parts import Part, misfit, parts, whole
 from pentamesh.errors import InputError, Problem
 
@@ -90,7 +90,7 @@ def _facts(checkpoint: Path, manifest: Manifest, weights_only: bool) -> dict[str
 def _write(
     partial: Path, tensors: Shapes, pieces: dict[str, list[Part]], file_bytes: float, written: Callable[[int], object], origin: Path
 ) -> dict[str, File]:
-    """Write the tensors, and return what lies in each file, read back from it."""
+    """Write the tensors, and return what lies in each file, which was read back."""
 
     def read(name: str) -> torch.Tensor:
         dtype, shape = tensors[name]
@@ -103,6 +103,6 @@ def _write(
     groups, files = list(grouped(tensors, file_bytes)), {}
     for number, names in enumerate(groups, 1):
         path = partial / f"whole-{number:05d}-of-{len(groups):05d}.safetensors"
-        write_tensors(path, {name: tensors[name] for name in names}, map(read, names))
-        files[path.name] = file_facts(path)
+        files[path.name] = write_tensors(path, {name: tensors[name] for name in names}, map(read, names))
+        check_back(path, files[path.name])
     return files

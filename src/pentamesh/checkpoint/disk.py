@@ -1,7 +1,7 @@
 """Disk: effects that last. A file is written whole or not at all, and what is said to be there survives a power cut.
 
 A folder is a `pathlib.Path`, or, for a URL (`s3://bucket/run`), universal_pathlib's `UPath`, which has the same methods. An object store knows
-neither renaming nor half-written objects: there a folder is finished once its last file is there, which `publish` is told the name of.
+neither renaming nor half-written objects: there a folder is finished once its last file is there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from pentamesh.errors import InputError
+from pentamesh.errors import InputError, reason
 from pentamesh.units import format_bytes
 
 __all__ = [
@@ -39,19 +39,19 @@ _REMOTE_HINT = "see that its fsspec package is installed (s3fs, gcsfs, adlfs ...
 
 def location(text: str) -> Path:
     """The folder that a path or a URL names. Raises InputError for a URL whose kind cannot be opened here."""
-    if "://" not in text:
-        return Path(text)
+    kind, is_url, path = text.partition("://")
+    if not is_url or kind in ("file", "local"):
+        return Path(path or text)
     try:
         from upath import UPath
     except ImportError:
         raise InputError(f"{text} is a URL, and universal_pathlib is not installed", hint="pip install 'pentamesh[remote]'") from None
     try:
-        # Other processes write there too: no listing may be an old one.
-        folder = UPath(text) if text.startswith(("file:", "local:")) else UPath(text, use_listings_cache=False)
+        folder = UPath(text, use_listings_cache=False)  # other processes write there too: no listing may be an old one
         folder.fs  # noqa: B018 - the package is imported now, not at step 500
     except (ImportError, ValueError) as error:
-        raise InputError(f"{text} cannot be opened: {str(error).splitlines()[0]}", hint=_REMOTE_HINT) from error
-    return Path(folder.path) if text.startswith(("file:", "local:")) else cast(Path, folder)
+        raise InputError(f"{text} cannot be opened: {reason(error)}", hint=_REMOTE_HINT) from error
+    return cast(Path, folder)
 
 
 def is_remote(folder: Path) -> bool:
@@ -67,8 +67,7 @@ def reached(folder: Path) -> Iterator[None]:
     except Exception as error:
         if not is_remote(folder) or isinstance(error, InputError):
             raise
-        reason = str(error).strip().splitlines() or [""]
-        raise InputError(f"{folder} cannot be used: {type(error).__name__}: {reason[0]}", hint=_REMOTE_HINT) from error
+        raise InputError(f"{folder} cannot be used: {type(error).__name__}: {reason(error)}", hint=_REMOTE_HINT) from error
 
 
 def check_room(folder: Path, bytes_needed: int) -> None:

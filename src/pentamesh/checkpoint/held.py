@@ -67,9 +67,7 @@ def _share(box: Box, name: str, itemsize: int, copy: int, num_copies: int) -> Bo
     num_parts = min(num_copies, max(1, box.numel * itemsize // SHARE_BYTES))
     number = (copy + zlib.crc32(name.encode())) % num_copies
     low, length = chunk(box.size[0], number, num_parts) if number < num_parts else (0, 0)
-    if not length:
-        return None
-    return Box((box.offset[0] + low, *box.offset[1:]), (length, *box.size[1:]), (box.local_offset[0] + low, *box.local_offset[1:]))
+    return box.rows(low, length) if length else None
 
 
 def _lies(at: int, low: int, high: int) -> bool:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from pentamesh.checkpoint.disk import discard, retire
 from pentamesh.checkpoint.manifest import MANIFEST, verify
-from pentamesh.checkpoint.names import LATEST, best_first, latest, left, name_of, point, point_best, published, step_of
+from pentamesh.checkpoint.names import best_first, left, point_best, published, step_of
 from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.together import Group, first, place_in, together
 from pentamesh.errors import Problem
 from pentamesh.job.job import Checkpoint
 from pentamesh.units import visible
 
-__all__ = ["LATEST", "Retention", "agreed", "best", "latest", "name_of", "newest", "point", "prune", "published", "step_of"]
+__all__ = ["Retention", "agreed", "best", "newest", "prune"]
 
 
 @dataclass(frozen=True)

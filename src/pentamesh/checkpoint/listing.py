@@ -10,7 +10,7 @@ from typing import Any
 from pentamesh.checkpoint.manifest import PER_RANK, Manifest, verify
 from pentamesh.checkpoint.names import BEST, LATEST, finite, left, published
 from pentamesh.errors import InputError, Problem
-from pentamesh.layout.mesh import AXES, Layout, Mesh
+from pentamesh.layout.mesh import Layout, Mesh
 
 __all__ = ["listing", "num_bytes", "verification"]
 
@@ -72,7 +72,7 @@ def _row(checkpoint: Path, pointers: list[str]) -> dict[str, Any]:
 def _layout(facts: Any) -> dict[str, str] | None:
     """Strategy and mesh of the layout that wrote it, or None where the manifest does not say."""
     try:
-        found = Layout(Mesh(**{axis: facts[axis] for axis in (*AXES, "ep")}), facts["shard"])
+        found = Layout(Mesh.of(facts), facts["shard"])
         return {"strategy": found.strategy, "mesh": str(found.mesh)}
     except (TypeError, KeyError, ValueError, InputError):
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from pentamesh.checkpoint.manifest import PER_RANK, Manifest, TensorFacts, verif
 from pentamesh.checkpoint.parts import Part, misfit, parts
 from pentamesh.checkpoint.phases import announce
 from pentamesh.checkpoint.save import said
-from pentamesh.checkpoint.shards import Reader
+from pentamesh.checkpoint.shards import Reader, without_group
 from pentamesh.checkpoint.together import Group, place_in, together
 from pentamesh.errors import InputError, Problem, RunFailed
 
@@ -86,8 +85,7 @@ def _misfitting(manifest: Manifest, pieces: dict[str, list[Part]], share: tuple[
 def _read(reader: Reader, tensors: dict[str, torch.Tensor], group: Group) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process without a group is meant
+        with without_group():
             dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise RunFailed(*said(error, "the checkpoint could not be read")) from error

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pentamesh.checkpoint.disk import forget
-from pentamesh.errors import InputError, Problem
+from pentamesh.errors import InputError, Problem, RunFailed
 
 __all__ = [
     "MANIFEST",
@@ -35,10 +35,12 @@ __all__ = [
     "File",
     "Manifest",
     "TensorFacts",
+    "check_back",
     "encloses",
     "file_facts",
     "is_of_step",
     "misnamed",
+    "name_of",
     "verify",
 ]
 
@@ -154,6 +156,11 @@ def verify(checkpoint: Path, share: tuple[int, int] = (0, 1), *, hashed: Callabl
     return problems or list(_altered(checkpoint, manifest, share, hashed))
 
 
+def name_of(step: int) -> str:
+    """The folder name of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
 def is_of_step(name: str) -> bool:
     """Whether a folder of this name passes for a checkpoint, or for what a run is writing or removing."""
     return _OF_STEP.match(name) is not None
@@ -163,7 +170,7 @@ def misnamed(checkpoint: Path, step: int) -> Iterator[Problem]:
     """A folder that bears the name of another step: by their names steps are told apart, kept and removed."""
     named = _OF_STEP.match(checkpoint.name)
     if named and int(named[1]) != step:
-        yield Problem(f"{checkpoint.name} is not the name of step {step}", str(checkpoint), f"name it step-{step:08d}, if it is the right one")
+        yield Problem(f"{checkpoint.name} is not the name of step {step}", str(checkpoint), f"name it {name_of(step)}, if it is the right one")
 
 
 def encloses(checkpoint: Path, target: Path) -> Iterator[Problem]:
@@ -220,6 +227,14 @@ def file_facts(path: Path) -> File:
             size += len(block)
         forget(file)
     return File(size, digest.hexdigest())
+
+
+def check_back(path: Path, written: File) -> None:
+    """Read back what was written. Raises RunFailed where the disk gives something else."""
+    if (found := file_facts(path)) != written:
+        was, came = (f"{file.bytes:,} bytes, SHA-256 {file.sha256[:12]}" for file in (written, found))
+        what = f"{path.name} is not what was written: {was}, came back as {came}"
+        raise RunFailed(what, where=str(path.parent), hint="the disk or the memory of this machine is damaged")
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pentamesh.checkpoint.disk import is_remote, reached, write_text
-from pentamesh.checkpoint.manifest import MANIFEST, Manifest
+from pentamesh.checkpoint.manifest import MANIFEST, Manifest, name_of
 from pentamesh.errors import InputError
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "held_out_loss",
     "latest",
     "left",
-    "name_of",
     "new_name",
     "point",
     "point_best",
@@ -41,11 +40,6 @@ __all__ = [
 LATEST, BEST = "latest.json", "best.json"
 _PUBLISHED = re.compile(r"step-(\d{8,})(?:\.(?:replaced|\d+))?")
 _LEFT = re.compile(r"step-(\d{8,})\.(partial|removed)")
-
-
-def name_of(step: int) -> str:
-    """The folder name of a step's checkpoint."""
-    return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:

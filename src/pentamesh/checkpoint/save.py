@@ -1,15 +1,14 @@
 """Save: the state of a run, by all its ranks, as a checkpoint that exists or does not.
 
-Shards go into `step-XXXXXXXX.partial`, are brought to disk, read back and compared by whoever wrote them; the manifest is written last, and
+Shards go into `step-00000050.partial`, are brought to disk, read back and compared by whoever wrote them; the manifest is written last, and
 the folder gets its name at once. Object stores have no renaming: there a folder without a manifest is no checkpoint. A failure anywhere is a
 failure everywhere, and leaves earlier checkpoints as they were.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,12 @@ from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 
 from pentamesh.checkpoint.disk import discard, publish, unfinished, write_text
 from pentamesh.checkpoint.headers import dtype_name
-from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, file_facts
+from pentamesh.checkpoint.manifest import MANIFEST, File, Manifest, TensorFacts, check_back
 from pentamesh.checkpoint.names import new_name, point
 from pentamesh.checkpoint.phases import announce
-from pentamesh.checkpoint.shards import Writer
+from pentamesh.checkpoint.shards import Writer, without_group
 from pentamesh.checkpoint.together import Group, first, place_in, together
-from pentamesh.errors import PentameshError, Problem, RunFailed
+from pentamesh.errors import PentameshError, Problem, RunFailed, reason
 
 __all__ = ["said", "save"]
 
@@ -92,25 +91,13 @@ def _write(partial: Path, tensors: Mapping[str, torch.Tensor], group: Group) -> 
     writer = Writer(partial, place_in(group)[0])
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        with nullcontext() if dist.is_initialized() else _alone():
+        with without_group():
             dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise RunFailed(*said(error, "the checkpoint could not be written")) from error
     for name, file in writer.files.items():
-        if (found := file_facts(partial / name)) != file:
-            what = (
-                f"{name} is not what was written: {file.bytes:,} bytes, SHA-256 {file.sha256[:12]}, came back as {found.bytes:,}, {found.sha256[:12]}"
-            )
-            raise RunFailed(what, where=str(partial), hint="the disk or the memory of this machine is damaged")
+        check_back(partial / name, file)
     return writer.files
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """One process without a group is meant. What is caught is caught on all threads: not beside the steps of a run, which has a group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
 
 
 def _publish(target: Path, manifest: Manifest) -> None:
@@ -136,5 +123,4 @@ def said(error: CheckpointException, what: str) -> list[Problem]:
 def _reason(error: BaseException) -> str:
     if isinstance(error, PentameshError):
         return "; ".join(problem.what for problem in error.problems)
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {reason(error)}"

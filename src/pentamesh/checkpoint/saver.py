@@ -11,11 +11,10 @@ failure in a row ends the run, and so does that of the last save.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from pentamesh.units import format_bytes, format_seconds
 __all__ = ["MAX_FAILED_SAVES", "Saved", "Saver"]
 
 MAX_FAILED_SAVES = 3
+# What a run that ends in an error waits for a save on its way, whose peers may be gone.
 _LAST_CHANCE_S = 60.0
 
 
@@ -49,7 +49,7 @@ class Saved:
 class Saver:
     """Saves of one run into `folder`. Made, and every method called, by all ranks alike."""
 
-    def __init__(self, folder: Path, retention: Retention, *, asynchronous: bool = True, say: Callable[[str], object] = sys.stderr.write) -> None:
+    def __init__(self, folder: Path, retention: Retention, *, asynchronous: bool, say: Callable[[str], object]) -> None:
         self.saved: list[Saved] = []
         self._folder, self._retention, self._asynchronous, self._say = folder, retention, asynchronous, say
         # Collectives of the thread beside those of the steps: never in one group.
@@ -68,7 +68,7 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """A run that ends in an error gives the save on its way a little time: its peers may be gone."""
+        """A run that ends in an error gives the save on its way a little time."""
         flight, self._flight = self._flight, None
         if flight is not None and kind is not None:
             self._decide(flight, proved=False)
@@ -83,7 +83,6 @@ class Saver:
         flight = self._flight = _Flight(step, started)
         if not self._asynchronous:
             self._fly(flight, tensors, facts)
-            flight.blocked_s = time.monotonic() - started
             return
         copied = self._copy.of(tensors)
         flight.thread = threading.Thread(target=self._fly, args=(flight, copied, facts), name=f"save-{step}", daemon=True)
@@ -111,7 +110,7 @@ class Saver:
         try:
             flight.path = save(self._folder, flight.step, tensors, facts, group=self._group)
         except Exception as error:
-            flight.error = error if isinstance(error, PentameshError) else RunFailed(Problem(f"{type(error).__name__}: {error}", "saving"))
+            flight.error = error if isinstance(error, PentameshError) else RunFailed(Problem(f"{type(error).__name__}: {reason(error)}", "saving"))
             if self._is_first:
                 self._say(f"the checkpoint of step {flight.step} could not be saved: {flight.error}")
             return
@@ -163,11 +162,9 @@ class _Flight:
 
     step: int
     started: float
-
-    def __post_init__(self) -> None:
-        self.thread: threading.Thread | None = None
-        self.decided = threading.Event()
-        self.is_proved = False
-        self.path: Path | None = None
-        self.error: PentameshError | None = None
-        self.blocked_s = 0.0
+    thread: threading.Thread | None = None
+    decided: threading.Event = field(default_factory=threading.Event)
+    is_proved: bool = False
+    path: Path | None = None
+    error: PentameshError | None = None
+    blocked_s: float = 0.0

@@ -7,12 +7,14 @@ memory while they write, know no object store, and let every rank open every fil
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import Metadata, StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
@@ -22,9 +24,9 @@ from torch.futures import Future
 from pentamesh.checkpoint.headers import DTYPES, grouped, write_tensors
 from pentamesh.checkpoint.manifest import File, TensorFacts
 from pentamesh.checkpoint.parts import Part, read_box
-from pentamesh.errors import PentameshError, RunFailed
+from pentamesh.errors import PentameshError, RunFailed, reason
 
-__all__ = ["FILE_BYTES", "Reader", "Writer"]
+__all__ = ["FILE_BYTES", "Reader", "Writer", "without_group"]
 
 # Files of this size: what is lost with one that is damaged, and what is read again when it is verified.
 FILE_BYTES = 1_000_000_000
@@ -159,5 +161,18 @@ def _in_words() -> Iterator[None]:
     except PentameshError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        raise RunFailed(": ".join([type(error).__name__, *lines[:1]])) from error
+        raise RunFailed(f"{type(error).__name__}: {reason(error)}") from error
+
+
+@contextmanager
+def without_group() -> Iterator[None]:
+    """Let torch save or load in one process without saying so, where that is meant.
+
+    What is caught is caught on all threads: never beside the steps of a run, which has a group.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield

@@ -12,15 +12,11 @@ from pentamesh.job.precision import ITEMSIZE, Precision
 
 __all__ = ["copied", "copy_bytes"]
 
-# Adam's two moments of a trained weight.
-_MOMENTS = 2
-
 
 def copy_bytes(held: Holding, precision: Precision) -> int:
     """A rank's share of the copy: weights, and the moments of those that are trained; of adapters those alone."""
-    weight, moments = ITEMSIZE[precision.weight], _MOMENTS * ITEMSIZE[precision.state]
     tensors = (adapters(held.model) if held.is_adapted else held.model).parameters
-    return math.ceil(sum(t.numel * (weight + moments * t.trained) for t in tensors) / held.layout.mesh.num_ranks)
+    return math.ceil(sum(t.numel * (ITEMSIZE[precision.weight] + precision.moments_bytes * t.trained) for t in tensors) / held.layout.mesh.num_ranks)
 
 
 def copied(memory: Memory, num_bytes: int, kind: str, asked: Literal["auto"] | bool) -> Memory:

@@ -175,7 +175,7 @@ def widths(precision: Precision, layout: Layout, method: str = "full") -> Widths
     the weight itself: 4 + 4 + 8. With one dtype for all (`fp32`, `bf16-pure`) there is no separate master.
     Source: ZeRO (arXiv 1910.02054) section 5; torch `fully_shard` with MixedPrecisionPolicy.
     """
-    weight, compute, moments = ITEMSIZE[precision.weight], ITEMSIZE[precision.compute], 2 * ITEMSIZE[precision.state]
+    weight, compute, moments = ITEMSIZE[precision.weight], ITEMSIZE[precision.compute], precision.moments_bytes
     frozen = NF4_BYTES if method == "qlora" else compute
     if layout.cuts_state and not layout.cuts_weights and weight != compute:
         return Widths(compute, compute, weight + moments, frozen, compute)
@@ -188,7 +188,7 @@ def states(held: Holding, precision: Precision, stage: int = 0) -> dict[str, int
     Under adapters the base rests in the compute dtype (projections of blocks in NF4 for qlora; embedding and head stay in the compute dtype).
     What is frozen rests as what is trained does, masters of ZeRO included, so that it is exported as it came; it has neither gradient nor moments.
     """
-    width, moments = widths(precision, held.layout, held.method), 2 * ITEMSIZE[precision.state]
+    width, moments = widths(precision, held.layout, held.method), precision.moments_bytes
     updated, own = held.stage_numel(Role.STATE, stage, trained=True), held.stage_numel(Role.STATE, stage, trained=held.is_adapted)
     return {
         "weights": held.stage_numel(Role.WEIGHT, stage, trained=held.is_adapted) * width.weight + _base_bytes(held, width, stage),
@@ -204,7 +204,7 @@ def resting(held: Holding, precision: Precision, stage: int = 0) -> dict[str, in
     """
     own, width = held.stage_numel(Role.STATE, stage, trained=held.is_adapted), widths(precision, held.layout, held.method)
     weights = own * ITEMSIZE[precision.weight] + _base_bytes(held, width, stage)
-    return {"weights": weights, "optimizer": held.stage_numel(Role.STATE, stage, trained=True) * 2 * ITEMSIZE[precision.state]}
+    return {"weights": weights, "optimizer": held.stage_numel(Role.STATE, stage, trained=True) * precision.moments_bytes}
 
 
 def _base_bytes(held: Holding, width: Widths, stage: int) -> int:

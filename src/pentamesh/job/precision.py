@@ -28,6 +28,11 @@ class Precision:
     stochastic_rounding: bool = False
 
     @property
+    def moments_bytes(self) -> int:
+        """Of one trained weight: Adam keeps two."""
+        return 2 * ITEMSIZE[self.state]
+
+    @property
     def gradient(self) -> str:
         """Dtype of the gradient the optimizer reads: that of the weight."""
         return self.weight

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -53,6 +54,11 @@ class Mesh:
                 where="layout.expert",
                 hint="experts live on another view of the same ranks: edp x ep = dp_shard x cp x tp",
             )
+
+    @classmethod
+    def of(cls, degrees: Mapping[str, int]) -> Mesh:
+        """The mesh with these degrees, among whatever else is given. Raises InputError, KeyError and TypeError for what is none."""
+        return cls(**{field.name: degrees[field.name] for field in fields(cls)})
 
     @property
     def edp(self) -> int:

@@ -35,6 +35,11 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.size)
 
+    def rows(self, low: int, length: int) -> Box:
+        """Some of its rows, the first of them number `low` of the box."""
+        offset, local_offset = ((at[0] + low, *at[1:]) for at in (self.offset, self.local_offset))
+        return Box(offset, (length, *self.size[1:]), local_offset)
+
     def slabs(self, numel: int) -> Iterator[Box]:
         """The box, cut into runs of whole rows of about `numel` elements; itself where it has no dim or no element."""
         rows = max(1, numel * self.size[0] // self.numel) if self.numel and self.size else 0
@@ -42,8 +47,7 @@ class Box:
             yield self
             return
         for low in range(0, self.size[0], rows):
-            size = (min(rows, self.size[0] - low), *self.size[1:])
-            yield Box((self.offset[0] + low, *self.offset[1:]), size, (self.local_offset[0] + low, *self.local_offset[1:]))
+            yield self.rows(low, min(rows, self.size[0] - low))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pentamesh.checkpoint.names import name_of
+from pentamesh.checkpoint.manifest import name_of
 from pentamesh.errors import Problem
 from pentamesh.plan.reasons import NAMES
 from pentamesh.units import format_bytes, visible

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pentamesh.errors import InputError
-from pentamesh.layout.mesh import AXES, DATA_AXES, Mesh
+from pentamesh.layout.mesh import DATA_AXES, Mesh
 from pentamesh.run.world import World
 
 __all__ = ["random_state", "saved_by", "seed_anew", "set_random_state"]
@@ -41,8 +41,8 @@ def seed_anew(seed: int, step: int, rank: int) -> None:
 def saved_by(layout: Any, mesh: Mesh) -> str | None:
     """The mesh that a checkpoint's manifest gives as its `layout`, in words, where its ranks are not those of `mesh`; else None."""
     try:
-        wrote = Mesh(**{axis: int(layout[axis]) for axis in (*AXES, "ep")})
-    except (InputError, KeyError, TypeError, ValueError):
+        wrote = Mesh.of(layout)
+    except (InputError, KeyError, TypeError):
         return "a layout that its manifest does not give"
     alike = all(wrote.degree(*axes) == mesh.degree(*axes) for axes in _PLACES)
     return None if alike else str(wrote)

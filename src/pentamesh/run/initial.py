@@ -46,7 +46,7 @@ def initial(
     return local.to(device)
 
 
-def drawing(seed: int, std: float) -> Callable[[TensorSpec, Split, int, torch.Tensor], None]:
+def drawing(seed: int, std: float = 0.02) -> Callable[[TensorSpec, Split, int, torch.Tensor], None]:
     """What fills a rank's local part of any tensor with its initial values, in the dtype and on the device of that part."""
 
     def fill(tensor: TensorSpec, split: Split, rank: int, local: torch.Tensor) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from pentamesh.checkpoint.keep import published
 from pentamesh.checkpoint.manifest import Manifest, misnamed
+from pentamesh.checkpoint.names import published
 from pentamesh.errors import DoesNotFit, Drift, InputError, PentameshError, Problem, RunFailed
 from pentamesh.plan.plan import Plan
 from pentamesh.run.asked import Asked, planned

@@ -36,7 +36,7 @@ from pentamesh.run.data.samples import Samples
 from pentamesh.run.initial import drawing
 from pentamesh.run.ledger import Recorder
 from pentamesh.run.optim import adamw
-from pentamesh.run.place import Filler, local, parameters_of, place
+from pentamesh.run.place import local, parameters_of, place
 from pentamesh.run.step import Trainee, take_step
 from pentamesh.run.world import World, join, leave
 from pentamesh.run.worlds import run_world
@@ -182,15 +182,10 @@ def _relative(found: np.ndarray, reference: np.ndarray) -> float:
 
 def _trainee(trial: Trial, world: World) -> Trainee:
     precision, model = PRECISIONS[trial.precision], trial.model
-    module = place(model, trial.layout, trial.policy, precision, world, drawn(trial.seed))
+    module = place(model, trial.layout, trial.policy, precision, world, drawing(trial.seed))
     parameters = parameters_of(module)
     optimizer = adamw(parameters, model, trial.optimizer, precision, world, trial.seed)
     return Trainee(module, parameters, optimizer, model, trial.policy, world)
-
-
-def drawn(seed: int, std: float = 0.02) -> Filler:
-    """A filler that draws initial weights, the same whatever the layout."""
-    return drawing(seed, std)
 
 
 def _check_splits(trainee: Trainee, found: Outcome, trial: Trial) -> None:
@@ -208,7 +203,7 @@ def _cut_by_torch(tensor: TensorSpec, trial: Trial, trainee: Trainee) -> torch.T
     """The part of the whole tensor that DTensor gives this rank: cut along the tensor axis, and of that as its parameter is placed."""
     world, parameter = trainee.world, trainee.parameters[tensor.name]
     part = torch.empty(tensor.shape, dtype=parameter.dtype)
-    drawn(trial.seed)(tensor, split(tensor, Role.STATE, Layout()), 0, part)
+    drawing(trial.seed)(tensor, split(tensor, Role.STATE, Layout()), 0, part)
     cut = [position for position, cuts in enumerate(split(tensor, Role.USE, world.layout).cuts) if cuts]
     if cut and (shared := copies(tensor.dims[cut[0]], world.layout.mesh.tp)) > 1:
         part = part.chunk(world.layout.mesh.tp // shared, dim=cut[0])[world.layout.mesh.coord(world.rank, ("tp",)) // shared]
