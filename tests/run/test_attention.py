@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pentamesh.layout import policy
-from pentamesh.run import attention
+from pentamesh.run import attention, scores
 from tests.proof.toys import TOYS
 
 SEQ = 19
@@ -76,7 +76,7 @@ def test_bfloat16_is_rounded_as_fused_kernels_round(scale: float) -> None:
 def test_no_more_than_a_piece_of_the_scores_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "LEAST_QUERIES_AT_ONCE", 3)
     monkeypatch.setitem(policy.SCORES_AT_ONCE, "cpu", 4 * 2 * 6 * 10)
-    pieces = [(p.queries.start, p.queries.stop, p.keys.start) for p in attention._Scores(1.0, 5, None).pieces(drawn(6, 0), None)]
+    pieces = [(p.queries.start, p.queries.stop, p.keys.start) for p in scores._pieces(drawn(6, 0), range(SEQ), range(SEQ), 5)]
     assert pieces == [(0, 4, 0), (4, 8, 0), (8, 12, 4), (12, 16, 8), (16, 19, 12)]
 
 
@@ -84,7 +84,7 @@ def test_no_more_than_a_piece_of_the_scores_is_there(monkeypatch: pytest.MonkeyP
 def test_is_an_operator_that_torch_understands(dtype: torch.dtype) -> None:
     given = drawn(4, 0, dtype), drawn(2, 1, dtype), drawn(2, 2, dtype)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(attention._attention, (*given, DOCUMENTS, 0.5, 5, 1.5), test_utils=checks, rtol=1e-2, atol=1e-2)
+    torch.library.opcheck(attention._attention, (*given, DOCUMENTS, None, 0.5, 5, 1.5, "", ""), test_utils=checks, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3", "glm4"])

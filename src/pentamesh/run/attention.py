@@ -1,16 +1,13 @@
 """Attention as every described family computes it: causal, without a mask in memory, whatever stands between queries and keys.
 
-torch's fused kernels know causal attention and no more. A sliding window, or documents packed into one row, they take as a mask of all pairs, a soft
-cap not at all. Here these are computed a run of queries at a time, against the keys that document and window leave them, in torch's own operations:
-what waits for backward is what the fused kernels keep, and no more than a piece of the scores is ever there. Documents on a GPU that flash
-attention knows go to its kernel for sequences of uneven length.
+torch's fused kernels know causal attention and no more. Sliding windows, soft caps, sinks, documents packed into one row, and keys that lie on other
+ranks make one operator here (pentamesh.run.blocks says how it is computed, pentamesh.run.context whence keys come). What waits for backward is what
+the fused kernels keep. Documents on a GPU that flash attention knows go to its kernel for sequences of uneven length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +16,9 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pentamesh.layout.policy import flash_knows, scores_at_once
+from pentamesh.run.blocks import Attending, documents_of, flash_computes
+from pentamesh.run.context import Context, Runs, Way, exchanged, given_back, way
+from pentamesh.run.scores import Scoring, wide
 
 __all__ = ["ATTENTION"]
 
@@ -36,28 +35,39 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     documents: torch.Tensor | None = None,
+    context: Context | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface. Under a name of our own it makes no masks: sequence parallel would have them as long as the cut stream.
 
     `documents` says where each begins, and the last ends, among all tokens of all rows; none sees another. None where rows are one document each.
+    `context` says with whom this rank shares rows. `s_aux` is a score of each head that counts as that of a key of which nothing is seen.
 
-    Shapes: query [batch, heads, seq, head_dim], key and value [batch, kv_heads, seq, head_dim], documents [their number + 1], int32; returned
-    [batch, seq, heads, head_dim].
+    Shapes: query [batch, heads, seq, head_dim], key and value [batch, kv_heads, seq, head_dim], s_aux [heads], documents [their number + 1], int32;
+    returned [batch, seq, heads, head_dim].
     """
     assert attention_mask is None, "what a mask would say is said by lengths and windows"
     assert not sliding_window or sliding_window > 0
+    if context is not None and context.how == "ulysses":
+        asking, asked, given = exchanged(context, query, key, value)
+        sinks = s_aux if s_aux is None else s_aux.chunk(context.degree)[context.rank]
+        out = attend(module, asking, asked, given, None, scaling, dropout, sliding_window, softcap, sinks, documents=documents)[0]
+        return given_back(context, out), None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if query.stride(1) > query.stride(2):
         # Kernels lay out what they return as queries are. With heads of one token beside each other the next matmul reads it as it stands.
         query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    if context is not None:
+        out, _ = _attention(query, key, value, documents, s_aux, scale, sliding_window, softcap, context.how, context.group)
+        return out.transpose(1, 2).contiguous(), None
     window = sliding_window if sliding_window and sliding_window < query.shape[2] else None
-    if documents is not None and not softcap and _flash_knows(query):
+    if documents is not None and not softcap and s_aux is None and flash_computes(query, value):
         return _flash(query, key, value, documents, scale, window), None
-    if window or softcap or documents is not None:
+    if window or softcap or s_aux is not None or documents is not None:
         assert not dropout, "models that drop attention weights are not trained"
-        out, _ = _attention(query, key, value, documents, scale, window, softcap)
+        out, _ = _attention(query, key, value, documents, s_aux, scale, window, softcap, "", "")
     else:
         grouped: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
         out = scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scale, is_causal=True, **grouped)
@@ -65,12 +75,6 @@ def attend(
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
-
-
-def _flash_knows(query: torch.Tensor) -> bool:
-    """On Ampere or newer."""
-    known = flash_knows(str(query.dtype).removeprefix("torch."), query.shape[-1])
-    return query.is_cuda and known and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
@@ -83,90 +87,16 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, document
     return out.unflatten(0, (query.shape[0], length))
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Which rows, which of their queries, and the keys that any of these sees."""
-
-    rows: slice
-    queries: slice
-    keys: slice
-
-    def asking(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of a tensor [batch, heads, seq, ...] what belongs to the queries."""
-        return tensor[self.rows, :, self.queries]
-
-    def asked(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of a tensor [batch, heads, seq, ...] what belongs to the keys."""
-        return tensor[self.rows, :, self.keys]
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """How scores come about: what products are scaled by, how far back a query sees, and at what its scores saturate."""
-
-    scale: float
-    window: int | None
-    cap: float | None
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, piece: _Piece) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The scores of a piece, -inf where a query does not see a key, in float32 (float64); and what the cap's slope follows from.
-
-        Shapes: query [rows, kv_heads, groups * queries, head_dim], key [rows, kv_heads, keys, head_dim].
-        """
-        scores = _product(query, key.mT).mul_(self.scale)
-        shares = None
-        if self.cap:
-            shares = scores.div_(self.cap).tanh_()
-            scores = shares * self.cap
-        unseen = ~self.seen(piece, query.device)
-        return scores.masked_fill_(unseen.repeat(query.shape[2] // unseen.shape[0], 1), -torch.inf), shares
-
-    def seen(self, piece: _Piece, device: torch.device) -> torch.Tensor:
-        """Which keys of the piece each of its queries sees: [queries, keys]."""
-        queries = torch.arange(piece.queries.start, piece.queries.stop, device=device).unsqueeze(1)
-        keys = torch.arange(piece.keys.start, piece.keys.stop, device=device)
-        return (keys <= queries) & (keys > queries - self.window) if self.window else keys <= queries
-
-    def pieces(self, query: torch.Tensor, documents: torch.Tensor | None) -> Iterator[_Piece]:
-        """Runs of queries of each document, with the keys that any of them sees."""
-        for rows, document in _documents(query, documents):
-            step, _ = scores_at_once(query.shape[1] * (rows.stop - rows.start), len(document), self.window, query.device.type)
-            for start in document[::step]:
-                stop = min(start + step, document.stop)
-                low = max(document.start, start - self.window + 1) if self.window else document.start
-                yield _Piece(rows, slice(start, stop), slice(low, stop))
-
-
-def _documents(query: torch.Tensor, bounds: torch.Tensor | None) -> Iterator[tuple[slice, range]]:
-    """The rows that each document lies in and its positions there: all rows alike, or one document after the other."""
-    batch, _, length, _ = query.shape
-    if bounds is None:
-        yield slice(0, batch), range(length)
-        return
-    for low, high in pairwise(bounds.tolist()):
-        row = low // length
-        yield slice(row, row + 1), range(low - row * length, high - row * length)
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right, rounded to no less than float32, as fused kernels keep it."""
-    wide = _wide(left)
-    if left.is_cuda and left.dtype != wide:
-        return torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out_dtype=wide).unflatten(0, left.shape[:2])
-    return left.to(wide) @ right.to(wide)
-
-
-def _grouped(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Queries, or what belongs to them, beside the key head that they share: [rows, kv_heads, groups * queries, ...]."""
-    return tensor.reshape(tensor.shape[0], key.shape[1], -1, *tensor.shape[3:])
-
-
-def _ungrouped(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(tensor.shape[0], query.shape[1], -1, *tensor.shape[3:])
+def _attending(
+    query: torch.Tensor, documents: torch.Tensor | None, scoring: Scoring, keys: Way, out: torch.Tensor, sums: torch.Tensor
+) -> Iterator[tuple[slice, Attending]]:
+    """The queries of each run of this rank's tokens, and where they lie among these."""
+    length, at = query.shape[2], 0
+    places = documents_of(documents, query.shape[0], length * keys.degree)
+    for run in keys.runs(length):
+        here = slice(at, at + len(run))
+        yield here, Attending(query[:, :, here], run, places, scoring, out[:, :, here], sums[:, :, here])
+        at = here.stop
 
 
 @torch.library.custom_op("pentamesh::attention", mutates_args=())
@@ -175,30 +105,48 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     documents: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     scale: float,
     window: int | None,
     cap: float | None,
+    how: str,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention within windows and documents, capped or not, and the log-sum-exp of each query's scores.
+    """Causal attention within windows and documents, and the log-sum-exp of each query's scores. Collective over `group`, where one is named.
 
     Shapes: as in `attend`; returned [batch, heads, seq, head_dim] and [batch, heads, seq].
     """
-    scores = _Scores(scale, window, cap)
-    # As torch's own kernels lay it out: heads of one token beside each other.
-    out = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
-    sums = query.new_empty(query.shape[:3], dtype=_wide(query))
-    for piece in scores.pieces(query, documents):
-        weights, _ = scores(_grouped(piece.asking(query), key), piece.asked(key), piece)
-        total = weights.logsumexp(-1, keepdim=True)
-        weights = weights.sub_(total).exp_().to(value.dtype)
-        piece.asking(out).copy_(_ungrouped(weights @ piece.asked(value), query))
-        piece.asking(sums).copy_(_ungrouped(total.squeeze(-1), query))
-    return out, sums
+    keys = way(how, group)
+    at_once = not how and sinks is None
+    out, sums = _nothing_seen(query, value, sinks, query.dtype if at_once else wide(query))
+    attending = list(_attending(query, documents, Scoring(scale, window, cap), keys, out, sums))
+    for runs, asked, given in keys.turns(key, value):
+        for run, parts in _by_runs(runs, asked, given):
+            for _, one in attending:
+                one.see(parts[0], parts[1], run, at_once=at_once)
+    return out.to(query.dtype), sums
+
+
+def _nothing_seen(query: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """What queries have seen before any key, laid out as torch's own kernels do it, heads of one token beside each other; and of their scores the
+    log-sum-exp: those of sinks, or next to nothing."""
+    batch, heads, length, _ = query.shape
+    out = query.new_zeros((batch, length, heads, value.shape[3]), dtype=dtype).transpose(1, 2)
+    sums = query.new_full((batch, heads, length), torch.finfo(wide(query)).min, dtype=wide(query))
+    return out, sums if sinks is None else sums.copy_(sinks.unsqueeze(-1))
+
+
+def _by_runs(runs: Runs, *tensors: torch.Tensor) -> Iterator[tuple[range, list[torch.Tensor]]]:
+    """Each run and what of each tensor [batch, heads, seq, ...] lies in it."""
+    parts = zip(*(t.split([len(run) for run in runs], dim=2) for t in tensors), strict=True)
+    return ((run, list(part)) for run, part in zip(runs, parts, strict=True))
 
 
 @_attention.register_fake
-def _(query: torch.Tensor, *_: object) -> Any:
-    return query.new_empty(query.transpose(1, 2).shape).transpose(1, 2), query.new_empty(query.shape[:3], dtype=_wide(query))
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_how: object) -> Any:
+    batch, heads, length, _ = query.shape
+    out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
+    return out, query.new_empty(query.shape[:3], dtype=wide(query))
 
 
 @torch.library.custom_op("pentamesh::attention_backward", mutates_args=())
@@ -208,44 +156,57 @@ def _attention_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     documents: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     sums: torch.Tensor,
     scale: float,
     window: int | None,
     cap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values: scores are computed again, piece by piece. Source: FlashAttention (arXiv 2205.14135), algorithm 4."""
-    scores = _Scores(scale, window, cap)
-    of_query = torch.empty_like(query)
-    of_key, of_value = (torch.zeros_like(t, dtype=_wide(t)) for t in (key, value))
-    for piece in scores.pieces(query, documents):
-        mine, came = _grouped(piece.asking(query), key), _grouped(piece.asking(gradient), key)
-        weights, shares = scores(mine, piece.asked(key), piece)
-        weights = weights.sub_(_grouped(piece.asking(sums), key).unsqueeze(-1)).exp_()
-        piece.asked(of_value).add_(weights.to(value.dtype).mT @ came)
-        paid = (came.to(sums.dtype) * _grouped(piece.asking(out), key)).sum(-1, keepdim=True)
-        of_scores = _product(came, piece.asked(value).mT).sub_(paid).mul_(weights).mul_(scale)
-        if shares is not None:
-            of_scores.addcmul_(of_scores, shares.square_(), value=-1)
-        of_scores = of_scores.to(query.dtype)
-        piece.asking(of_query).copy_(_ungrouped(of_scores @ piece.asked(key), query))
-        piece.asked(of_key).add_(of_scores.mT @ mine)
-    return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
+    how: str,
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of queries, keys and values, and of sinks (empty where there are none). Collective over `group`, where one is named."""
+    keys = way(how, group)
+    sums_up = torch.zeros_like(query, dtype=wide(query) if how else query.dtype)
+    attending = list(_attending(query, documents, Scoring(scale, window, cap), keys, out, sums))
+
+    def of_keys(runs: Runs, asked: torch.Tensor, given: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.zeros_like(t, dtype=wide(t)) for t in (asked, given)]
+        for run, (key, value, *of) in _by_runs(runs, asked, given, *found):
+            for here, one in attending:
+                one.see_back(gradient[:, :, here], key, value, run, sums_up[:, :, here], of)
+        return found
+
+    found = sums_up, *keys.home(key, value, of_keys)
+    of_query, of_key, of_value = (torch.empty_like(t).copy_(of) for t, of in zip((query, key, value), found, strict=True))
+    return of_query, of_key, of_value, _of_sinks(gradient, out, sums, sinks)
+
+
+def _of_sinks(gradient: torch.Tensor, out: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of each head's sink: it draws weight from what its queries see, and shows nothing itself."""
+    if sinks is None:
+        return sums.new_empty(0)
+    paid = (gradient.to(sums.dtype) * out).sum(-1)
+    return -(paid * (sinks.unsqueeze(-1) - sums).exp()).sum((0, 2)).to(sinks.dtype)
 
 
 @_attention_backward.register_fake
-def _(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> Any:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+def _(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: object, sinks: torch.Tensor | None, *_how: object
+) -> Any:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), query.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:4], *output)
-    ctx.scoring = inputs[4:]
+    ctx.save_for_backward(*inputs[:5], *output)
+    ctx.how = inputs[5:]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor | None) -> tuple[Any, ...]:
-    return (*_attention_backward(gradient, *ctx.saved_tensors, *ctx.scoring), None, None, None, None)
+    query, key, value, documents, sinks, out, sums = ctx.saved_tensors
+    *found, of_sinks = _attention_backward(gradient, query, key, value, documents, sinks, out, sums, *ctx.how)
+    return (*found, None, None if sinks is None else of_sinks, *[None] * len(ctx.how))
 
 
 _attention.register_autograd(_backward, setup_context=_keep)
