@@ -334,9 +334,21 @@ ONE_ERROR = {
             "set tensor above 1",
         ),
     ),
-    "sequence that context does not divide": (
+    "sequence that context does not divide in any way": (
         "model: m\nbatch:\n  seq_len: 1001\nlayout:\n  context: 4\n",
-        ("seq_len = 1001 is not a multiple of 2 x context = 8", "job.yaml:3 batch.seq_len", "use seq_len = 1000 or 1008"),
+        ("seq_len = 1001 is not a multiple of context = 4", "job.yaml:3 batch.seq_len", "use seq_len = 1000 or 1004"),
+    ),
+    "sequence that a ring does not divide": (
+        "model: m\nbatch:\n  seq_len: 1004\nlayout:\n  context: 4\n  context_attention: ring\n",
+        ("seq_len = 1004 is not a multiple of 2 x context = 8", "job.yaml:3 batch.seq_len", "use seq_len = 1000 or 1008"),
+    ),
+    "context attention over one rank": (
+        "model: m\nlayout:\n  context_attention: ulysses\n",
+        (
+            "context_attention = ulysses says how context ranks attend, and no context degree is given",
+            "job.yaml:3 layout.context_attention",
+            "set context above 1",
+        ),
     ),
     "more ranks than devices": (
         "model: m\nhardware: 8xH100\nlayout:\n  tensor: 8\n  data: 2\n",

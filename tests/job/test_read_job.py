@@ -85,13 +85,16 @@ def test_everything_that_keeps_a_job_from_training_is_said() -> None:
         check_trainable(read_job_text(text)[0], "job.yaml")
     said = {p.where.removeprefix("job.yaml "): p.what for p in caught.value.problems}
     assert set(said) == {
-        "data.train", "training", "method", "layout.pipeline", "layout.context", "layout.expert",
+        "data.train", "training", "method", "layout.pipeline", "layout.expert",
     }  # fmt: skip
     assert said["method"] == "method = qlora is planned but not trained yet"
     assert all(p.hint for p in caught.value.problems)
 
 
-@pytest.mark.parametrize("layout", ["{}", "{shard: none}", "{shard: optimizer}", "{shard: gradients}", "{shard: parameters, data: 4, replicate: 2}"])
+@pytest.mark.parametrize(
+    "layout",
+    ["{}", "{shard: none}", "{shard: optimizer}", "{shard: gradients}", "{shard: parameters, data: 4, replicate: 2}", "{tensor: 2, context: 2}"],
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
 def test_what_is_trained_passes(layout: str, precision: str, tmp_path: Path) -> None:
     (tmp_path / "rows-1.jsonl").write_text("{}\n")

@@ -29,7 +29,7 @@ def layouts() -> st.SearchStrategy[Layout]:
         mesh=meshes(),
         shard=st.sampled_from(["none", "optimizer", "gradients", "parameters"]),
         sequence_parallel=st.booleans(),
-        context=st.sampled_from(["ring", "gather", "ulysses"]),
+        context=st.sampled_from(["ring", "all_gather", "ulysses"]),
     )
 
 

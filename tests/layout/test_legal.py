@@ -63,7 +63,7 @@ def test_all_at_once() -> None:
     [
         (Layout(Mesh(cp=2, tp=2)), "2 x context = 4"),
         (Layout(Mesh(cp=2, tp=2), sequence_parallel=True), "2 x context x tensor = 8"),
-        (Layout(Mesh(cp=4, tp=2), context="gather"), "context = 4"),
+        (Layout(Mesh(cp=4, tp=2), context="all_gather"), "2 x context = 8"),
         (Layout(Mesh(tp=4), sequence_parallel=True), "tensor = 4"),
     ],
 )

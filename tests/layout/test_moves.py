@@ -183,10 +183,10 @@ def test_ulysses_exchanges_heads_for_tokens() -> None:
     assert moves(queries, Role.USE, Role.ATTEND, layout, 2) == one("all_to_all", ("cp",), 4, 2 * 8 // 4 * 32 // 2 * 2)
 
 
-@pytest.mark.parametrize(("context", "expected"), [("ring", ()), ("gather", one("all_gather", ("cp",), 4, 2 * 8 * 32 * 2))])
+@pytest.mark.parametrize(("context", "expected"), [("ring", ()), ("all_gather", one("all_gather", ("cp",), 4, 2 * 8 * 32 * 2))])
 def test_keys_are_passed_round_or_gathered(context: str, expected: tuple[Move, ...]) -> None:
     keys = TensorSpec("keys", (Dim("batch", 2), Dim("kv_seq", 8), Dim("kv_heads", 32, 4)))
-    layout = Layout(Mesh(cp=4), context="ring" if context == "ring" else "gather")
+    layout = Layout(Mesh(cp=4), context="ring" if context == "ring" else "all_gather")
     assert moves(keys, Role.USE, Role.ATTEND, layout, 2) == expected
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import NamedTuple, get_args
 
-from pentamesh.job.division import divisors, uneven_batch, uneven_sequence
+from pentamesh.job.division import ContextWay, divisors, uneven_batch, uneven_sequence
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Job, RowField
 from pentamesh.job.repository import HOW, is_repository
@@ -201,8 +201,13 @@ def _sequence(job: Job) -> Iterator[Conflict]:
         what = f"async_tensor_parallel without {' and '.join(lacking)}: torch puts the parts of the stream into the matmuls of compiled blocks"
         hint = "set layout.sequence_parallel and training.compile to true, or leave async_tensor_parallel out"
         yield Conflict(("layout.async_tensor_parallel", "layout.sequence_parallel", "training.compile"), what, hint)
-    if found := uneven_sequence(job.batch.seq_len, layout.context or 1, (layout.tensor or 1) if layout.sequence_parallel else 1):
-        yield Conflict(("batch.seq_len", "layout.context", "layout.tensor"), found.what, found.hint)
+    if layout.context_attention != "auto" and layout.context in (None, 1):
+        what = f"context_attention = {layout.context_attention} says how context ranks attend, and no context degree is given"
+        yield Conflict(("layout.context_attention", "layout.context"), what, "set context above 1, or leave context_attention out")
+    # Ulysses asks least of a length: with `auto` the plan chooses among what is left.
+    way: ContextWay = "ulysses" if layout.context_attention == "auto" else layout.context_attention
+    if found := uneven_sequence(job.batch.seq_len, layout.context or 1, (layout.tensor or 1) if layout.sequence_parallel else 1, way):
+        yield Conflict(("batch.seq_len", "layout.context", "layout.context_attention", "layout.tensor"), found.what, found.hint)
 
 
 def _devices(job: Job, hardware: Hardware) -> Iterator[Conflict]:
@@ -238,6 +243,6 @@ def untrainable(job: Job) -> Iterator[Conflict]:
     if job.method in ("lora", "qlora"):
         yield Conflict(("method",), f"method = {job.method} is planned but not trained yet", "use method: full, or only plan it")
     layout = job.layout
-    for axis in ("pipeline", "context", "expert"):
+    for axis in ("pipeline", "expert"):
         if (degree := getattr(layout, axis) or 1) > 1:
             yield Conflict((f"layout.{axis}",), f"{axis} = {degree} is planned but not trained yet", f"use {axis}: 1, or only plan it")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-__all__ = ["Uneven", "choice", "divisors", "sequence_pieces", "uneven_batch", "uneven_sequence"]
+__all__ = ["CONTEXT_WAYS", "ContextWay", "Uneven", "choice", "divisors", "sequence_pieces", "uneven_batch", "uneven_sequence"]
+
+# How attention meets the keys that other context ranks hold: they pass by one block after the other, are all gathered, or (Ulysses) heads are
+# exchanged for tokens.
+ContextWay = Literal["ring", "all_gather", "ulysses"]
+CONTEXT_WAYS: tuple[ContextWay, ...] = get_args(ContextWay)
 
 
 def divisors(number: int) -> str:
@@ -33,21 +38,21 @@ def uneven_batch(global_batch: int, micro_batch: int, data_ranks: int) -> Uneven
     return _uneven("global_batch", global_batch, micro_batch * data_ranks, f"micro_batch{ranks}")
 
 
-def uneven_sequence(seq_len: int, context: int, tensor: int, *, ring: bool = True) -> Uneven | None:
+def uneven_sequence(seq_len: int, context: int, tensor: int, way: ContextWay) -> Uneven | None:
     """Whether a sequence is no whole number of pieces over `context` ranks, and over `tensor` ranks that cut the stream (1 where none do)."""
-    factors = _pieces(context, tensor, ring)
+    factors = _pieces(context, tensor, way)
     named = " x ".join(name for name, count in factors.items() if count > 1)
     return _uneven("seq_len", seq_len, math.prod(factors.values()), named)
 
 
-def sequence_pieces(context: int, tensor: int, *, ring: bool = True) -> int:
+def sequence_pieces(context: int, tensor: int, way: ContextWay) -> int:
     """Pieces that a sequence is cut into, of equal length."""
-    return math.prod(_pieces(context, tensor, ring).values())
+    return math.prod(_pieces(context, tensor, way).values())
 
 
-def _pieces(context: int, tensor: int, ring: bool) -> dict[str, int]:
-    """By what; a causal ring gives each context rank an early and a late piece, so that its work is even."""
-    return {"2": 2 if ring and context > 1 else 1, "context": context, "tensor": tensor}
+def _pieces(context: int, tensor: int, way: ContextWay) -> dict[str, int]:
+    """By what; where a context rank attends with its own queries it has an early and a late piece of them, so that all have as many keys to see."""
+    return {"2": 2 if way != "ulysses" and context > 1 else 1, "context": context, "tensor": tensor}
 
 
 def _uneven(key: str, size: int, unit: int, named: str) -> Uneven | None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from pentamesh.job.division import ContextWay
 from pentamesh.units import parse_bytes, parse_count
 
 __all__ = [
@@ -234,6 +235,11 @@ class LayoutRequest(Section):
     )
     pipeline: Degree | None = Field(default=None, description="Pipeline-parallel degree. Chosen by `plan` when not given, as tensor is.")
     context: Degree | None = Field(default=None, description="Context-parallel degree. 1 when not given.")
+    context_attention: Literal["auto"] | ContextWay = Field(
+        default="auto",
+        description="How attention meets the keys of other context ranks: ring (blocks of keys pass by), all_gather (each rank has them all), "
+        "ulysses (heads are exchanged for tokens). `auto`: the fastest that fits.",
+    )
     expert: Degree | None = Field(default=None, description="Expert-parallel degree. 1 when not given.")
     sequence_parallel: bool = Field(default=False, description="Cut the residual stream over the tensor axis.")
     async_tensor_parallel: bool = Field(

@@ -104,7 +104,7 @@ def _sequence(asked: _Asked) -> Iterator[Problem]:
     if layout.sequence_parallel and mesh.tp == 1:
         yield Problem("sequence_parallel cuts over the tensor axis, and tensor = 1", "layout.sequence_parallel", "set tensor above 1 or leave it out")
     cutting = mesh.tp if layout.sequence_parallel else 1
-    if found := uneven_sequence(asked.batch.seq_len, mesh.cp, cutting, ring=layout.context == "ring"):
+    if found := uneven_sequence(asked.batch.seq_len, mesh.cp, cutting, layout.context):
         yield Problem(found.what, "batch.seq_len", found.hint)
     if asked.model.learns_positions and asked.batch.seq_len > asked.model.max_positions:
         what = f"seq_len = {asked.batch.seq_len} is beyond the {asked.model.max_positions} positions that {asked.model.name} has a table of"

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from pentamesh.errors import InputError
-from pentamesh.job.division import sequence_pieces
+from pentamesh.job.division import ContextWay, sequence_pieces
 
 __all__ = ["AXES", "DATA_AXES", "EXPERT_AXES", "SHARDS", "SHARD_AXES", "TOKEN_AXES", "Layout", "Mesh", "Shard"]
 
@@ -139,7 +139,7 @@ class Layout:
     mesh: Mesh = Mesh()
     shard: Shard = "none"
     sequence_parallel: bool = False
-    context: Literal["ring", "gather", "ulysses"] = "ring"
+    context: ContextWay = "ring"
 
     @cached_property
     def _hash(self) -> int:
@@ -171,7 +171,7 @@ class Layout:
     @property
     def seq_multiple(self) -> int:
         """What the length of a sequence has to be a multiple of (`job.division`)."""
-        return sequence_pieces(self.mesh.cp, self.mesh.tp if self.sequence_parallel else 1, ring=self.context == "ring")
+        return sequence_pieces(self.mesh.cp, self.mesh.tp if self.sequence_parallel else 1, self.context)
 
     def ranks(self) -> range:
         return range(self.mesh.num_ranks)

@@ -13,11 +13,13 @@ __all__ = ["Reached", "ends", "reach"]
 
 
 class Reached(NamedTuple):
-    """Where a gradient goes back through: the entry of a sublayer, its exit, and the whole block, which is then computed again if it was not kept."""
+    """Where a gradient goes back through: the entry of a sublayer, its exit, the whole block, which is then computed again if it was not kept, and
+    what lies between its projections, which of attention is the attention itself."""
 
     enters: bool = True
     leaves: bool = True
     again: bool = True
+    mixes: bool = True
 
 
 @lru_cache(maxsize=256)
@@ -40,13 +42,13 @@ def ends(model: ModelSpec) -> Reached:
 
 
 def _of_block(block: Sequence[tuple[int, TensorSpec]], first: int) -> Iterator[Reached]:
-    """A sublayer is entered before the first projection that reads the stream and left after the one that does not. Backward needs nothing of a
-    bias."""
+    """A sublayer is entered before the first projection that reads the stream and left after the one that does not: what lies between has a gradient
+    where anything before the latter is trained, norms of queries and keys among them. Backward needs nothing of a bias."""
     again = any(place >= first and t.kind != "bias" for place, t in block)
     entry: int | None = None
     for place, tensor in block:
         if tensor.kind == "matmul" and tensor.acts_on is not None:
             entry = place if entry is None else entry
             if tensor.acts_on.dims[-1] != "hidden":
-                yield Reached(first < entry, first <= place, again)
+                yield Reached(first < entry, first <= place, again, first < place)
                 entry = None

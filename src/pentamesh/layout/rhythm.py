@@ -176,7 +176,7 @@ def _activations(model: ModelSpec, layout: Layout, policy: Policy, precision: Pr
         repeated = count * again if reached.again else 0
         yield from _boundary(stream, layout, itemsize, count * times, reached, repeated, repeated if leaves_again else 0)
         if kind == "attention":
-            yield from _attention(model, layout, policy, itemsize, seq, count * times)
+            yield from _context(model, layout, policy, itemsize, seq, count * times, reached)
     if mesh.pp == 1:
         # The embedding leaves onto the stream and the head enters from it, as a block does; they are never computed again.
         yield from _boundary(stream, layout, itemsize, times, ends(model), 0, 0)
@@ -207,26 +207,30 @@ def _loss(model: ModelSpec, layout: Layout, policy: Policy, itemsize: int, seq: 
             yield Crossing("forward", Move("all_reduce", ("tp",), layout.mesh.tp, numbers * tokens * itemsize), times)
 
 
-def _attention(model: ModelSpec, layout: Layout, policy: Policy, itemsize: int, seq: int, times: int) -> Iterator[Crossing]:
-    """What context parallel moves inside one attention: keys and values round the ring, gathered, or all four exchanged over heads."""
-    mesh = layout.mesh
+def _context(model: ModelSpec, layout: Layout, policy: Policy, itemsize: int, seq: int, times: int, reached: Reached) -> Iterator[Crossing]:
+    """What context parallel moves inside one attention: keys and values round the ring or gathered, or all four exchanged over heads.
+
+    Selective recompute keeps what attention gave. Ulysses alone moves again: what was kept is on the other side of its exchanges.
+    """
+    mesh, kept = layout.mesh, policy.recompute == "none" or (policy.recompute == "selective" and layout.context != "ulysses")
     if mesh.cp == 1:
         return
-    again = times if policy.recompute != "none" else 0
+    again, back = 0 if kept or not reached.again else times, times if reached.mixes else 0
+    queries = activation("queries", model, layout, policy.micro_batch, seq, ("heads",))
     keys = activation("keys", model, layout, policy.micro_batch, seq, ("kv_heads",), sequence="kv_seq")
     if layout.context == "ring":
-        block = 2 * split(keys, Role.ATTEND, layout).max_local_numel * itemsize
-        hop = (Move("send", ("cp",), mesh.cp, block),)
-        # Backward passes the keys round again, and their gradients with them.
-        yield from _forward(hop, (mesh.cp - 1) * times)
-        yield from _backward(hop, (mesh.cp - 1) * (2 * times + again))
-        return
-    queries = activation("queries", model, layout, policy.micro_batch, seq, ("heads",))
-    exchanged = [keys, keys] if layout.context == "gather" else [queries, keys, keys]
-    for tensor in exchanged:
-        yield from _both_ways(crossing(split(tensor, Role.USE, layout), split(tensor, Role.ATTEND, layout), itemsize), times, again)
-    if layout.context == "ulysses":
-        yield from _both_ways(crossing(split(queries, Role.ATTEND, layout), split(queries, Role.USE, layout), itemsize), times, again)
+        # A hop for every other rank. Backward passes keys and values round once more, and their gradients with them.
+        hop = Move("send", ("cp",), mesh.cp, 2 * split(keys, Role.ATTEND, layout).max_local_numel * itemsize)
+        yield Crossing("forward", hop, (mesh.cp - 1) * times)
+        yield Crossing("backward", hop, (mesh.cp - 1) * (2 * back + again))
+    elif layout.context == "all_gather":
+        # What was gathered is not kept for backward, which gathers it itself.
+        gathered = _fused(moves(t, Role.USE, Role.ATTEND, layout, itemsize) for t in (keys, keys))
+        yield from _both_ways(gathered, times, again + back, reached.mixes)
+    else:
+        entered = _fused(moves(t, Role.USE, Role.ATTEND, layout, itemsize) for t in (queries, keys, keys))
+        for crossed in (entered, moves(queries, Role.ATTEND, Role.USE, layout, itemsize)):
+            yield from _both_ways(crossed, times, again, reached.mixes)
 
 
 def activation(name: str, model: ModelSpec, layout: Layout, batch: int, seq: int, last: tuple[str, ...], sequence: str = "seq") -> TensorSpec:

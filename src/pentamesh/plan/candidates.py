@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from pentamesh.errors import InputError, Problem
+from pentamesh.job.division import CONTEXT_WAYS, ContextWay
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Job, LayoutRequest
 from pentamesh.layout.legal import grad_accum, problems
@@ -118,8 +119,14 @@ def _meshes(asked: LayoutRequest, hardware: Hardware) -> Iterator[Layout]:
     cuts = [_Cut(shard, copies) for shard in _shards(asked, data * context) for copies in _copies(shard, asked, data, hardware)]
     # Experts need dp_shard, cp or tp to live on: strategies that leave none are passed over, and where all are, the mesh says why.
     able = [cut for cut in cuts if (data // cut.copies * context * tensor) % expert == 0]
-    for cut in able or cuts[-1:]:
-        yield Layout(Mesh(pipeline, cut.copies, data // cut.copies, context, tensor, expert), cut.shard, asked.sequence_parallel)
+    for cut, way in itertools.product(able or cuts[-1:], _ways(asked, context)):
+        yield Layout(Mesh(pipeline, cut.copies, data // cut.copies, context, tensor, expert), cut.shard, asked.sequence_parallel, way)
+
+
+def _ways(asked: LayoutRequest, context: int) -> Sequence[ContextWay]:
+    if asked.context_attention != "auto":
+        return (asked.context_attention,)
+    return CONTEXT_WAYS if context > 1 else CONTEXT_WAYS[:1]
 
 
 def _data_degree(asked: LayoutRequest, others: int, hardware: Hardware) -> int:

@@ -215,7 +215,7 @@ def _machinery(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]
         yield f"{' and '.join(untrained)} parallel: planned and not trained yet"
 
 
-_UNTRAINED = {"pp": "pipeline", "cp": "context", "ep": "expert"}
+_UNTRAINED = {"pp": "pipeline", "ep": "expert"}
 
 
 def _is_several(p: Prediction) -> bool:
