@@ -87,6 +87,35 @@ def test_one_problem(layout: Layout, part: str) -> None:
     assert part in found
 
 
+@pytest.mark.parametrize(
+    ("mesh", "what", "hint"),
+    [
+        (Mesh(cp=16), "context = 16 does not divide kv_heads = 8", ", or context = 8, 4 or 2"),
+        (Mesh(cp=4, tp=4), "context x tensor = 4 x 4 = 16 does not divide kv_heads = 8", ", or context = 2"),
+        (Mesh(cp=2, tp=8), "context x tensor = 2 x 8 = 16 does not divide kv_heads = 8", ""),
+        (Mesh(cp=2, tp=16), "context x tensor = 2 x 16 = 32 does not divide kv_heads = 8", ""),
+        (Mesh(cp=3), "context = 3 does not divide kv_heads = 8", ", or context = 8, 4 or 2"),
+    ],
+    ids=str,
+)
+def test_ulysses_gives_each_rank_whole_key_heads(mesh: Mesh, what: str, hint: str) -> None:
+    """Also where tensor ranks share one; the other ways pass whatever heads a rank has."""
+    (found,) = problems(MODEL, Layout(mesh, context="ulysses"), Batch(seq_len=6144))
+    assert found.what == f"{what}, over which Ulysses exchanges"
+    assert found.where == "layout.context    model.layers.*.self_attn.k_proj.weight [kv_heads*128, hidden]"
+    assert found.hint == f"use context_attention: ring or all_gather{hint}"
+    for way in ("ring", "all_gather"):
+        assert problems(MODEL, Layout(mesh, context=way), Batch(seq_len=6144)) == []
+
+
+def test_what_attention_drops_context_ranks_do_not() -> None:
+    gpt2 = read_model("gpt2")
+    (found,) = problems(gpt2, Layout(Mesh(cp=2)), Batch(seq_len=512))
+    assert "drops 10% of attention's weights at random: context = 2 ranks" in found.what
+    assert problems(replace(gpt2, score_drop=0.0), Layout(Mesh(cp=2)), Batch(seq_len=512)) == []
+    assert problems(gpt2, Layout(Mesh(tp=2)), Batch(seq_len=512)) == []
+
+
 def test_an_undescribed_family_stays_on_the_data_axes() -> None:
     generic = read_model("llama-3.1-8b")
     object.__setattr__(generic, "family", "generic")

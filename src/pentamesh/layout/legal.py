@@ -109,12 +109,27 @@ def _sequence(asked: _Asked) -> Iterator[Problem]:
     if asked.model.learns_positions and asked.batch.seq_len > asked.model.max_positions:
         what = f"seq_len = {asked.batch.seq_len} is beyond the {asked.model.max_positions} positions that {asked.model.name} has a table of"
         yield Problem(what, "batch.seq_len", f"use seq_len = {asked.model.max_positions} or less")
-    if mesh.cp > 1 and layout.context == "ulysses" and asked.model.is_described and asked.model.num_kv_heads % (mesh.cp * mesh.tp):
-        yield Problem(
-            f"context x tensor = {mesh.cp * mesh.tp} does not divide kv_heads = {asked.model.num_kv_heads}, over which Ulysses exchanges",
-            f"layout.context    {_first(asked, 'kv_heads') or _first(asked, 'heads')}",
-            "use ring attention, or a smaller degree",
-        )
+
+
+def _dropped(asked: _Asked) -> Iterator[Problem]:
+    cp, model = asked.layout.mesh.cp, asked.model
+    if cp > 1 and model.score_drop:
+        what = f"{model.name} drops {model.score_drop:.0%} of attention's weights at random: context = {cp} ranks would drop others than one process"
+        yield Problem(what, "layout.context", "use context = 1, or a model folder whose config.json drops none")
+
+
+def _exchanged(asked: _Asked) -> Iterator[Problem]:
+    """Ulysses gives each rank whole key heads: there are none to give where they are fewer, or tensor ranks share them."""
+    mesh, heads = asked.layout.mesh, asked.model.num_kv_heads
+    if mesh.cp == 1 or asked.layout.context != "ulysses" or not asked.model.is_described or heads % (mesh.cp * mesh.tp) == 0:
+        return
+    degrees = f"context x tensor = {mesh.cp} x {mesh.tp} = {mesh.cp * mesh.tp}" if mesh.tp > 1 else f"context = {mesh.cp}"
+    works = [n for n in range(heads // mesh.tp, 1, -1) if heads % (n * mesh.tp) == 0]
+    yield Problem(
+        f"{degrees} does not divide kv_heads = {heads}, over which Ulysses exchanges",
+        f"layout.context    {_first(asked, 'kv_heads') or _first(asked, 'heads')}",
+        "use context_attention: ring or all_gather" + (f", or context = {choice(works)}" if works else ""),
+    )
 
 
 def _batch(asked: _Asked) -> Iterator[Problem]:
@@ -123,7 +138,7 @@ def _batch(asked: _Asked) -> Iterator[Problem]:
         yield Problem(found.what, "batch.global_batch", found.hint)
 
 
-_RULES = (_described, _tensor, _pipeline, _experts, _sequence, _batch)
+_RULES = (_described, _tensor, _pipeline, _experts, _sequence, _dropped, _exchanged, _batch)
 
 
 def _first(asked: _Asked, dim: str) -> str:

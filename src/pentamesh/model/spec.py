@@ -53,6 +53,7 @@ class ModelSpec:
     steady        up to how many positions rotary frequencies are the same whatever a micro-batch holds; None where they always are
     rotary        the width of every table of cosines that positions are rotated by; empty where none is
     logit_cap     where logits saturate, None where they do not; score_cap of attention's scores
+    score_drop    the share of attention's weights that are dropped at random
     kept          of a generic model, from which its activations are estimated; a described family lists them
     untrainable   what keeps the trainer from it; empty where nothing does
     is_assumed    whether the config is the catalogue's and not the model's own
@@ -77,6 +78,7 @@ class ModelSpec:
     rotary: tuple[int, ...] = ()
     logit_cap: float | None = None
     score_cap: float | None = None
+    score_drop: float = 0.0
     kept: Kept | None = None
     untrainable: str = ""
     is_assumed: bool = False

@@ -81,5 +81,6 @@ def describe(config: dict[str, Any], name: str) -> ModelSpec:
         max_positions=config["n_positions"],
         tensors=(embedding, positions, *(t for i in range(layers) for t in block(i)), *norm("transformer.ln_f", ""), head),
         config=config,
+        score_drop=config.get("attn_pdrop", DROPOUT["attn_pdrop"]),
         untrainable=dropping(config, DROPOUT),
     )

@@ -162,6 +162,7 @@ def describe(config: Config, name: str) -> ModelSpec:
         rotary=_rotary(config.get("rope_parameters") or {}, head_dim),
         logit_cap=config.get("final_logit_softcapping"),
         score_cap=config.get("attn_logit_softcapping"),
+        score_drop=config.get("attention_dropout") or DROPOUT["attention_dropout"],
         untrainable=_untrainable(config),
     )
 
