@@ -64,11 +64,13 @@ HOST = {"none": (1.0, 0.0), "selective": (4.2, 4.3), "full": (1.7, 2.1)}
 
 
 class Work(NamedTuple):
-    """Seconds of one rank: forward and backward of one micro-batch, and the optimizer once a step."""
+    """Seconds of one rank: forward and backward of one micro-batch, and the optimizer once a step; and, of that forward, attention of one layer
+    with how many are alike."""
 
     forward_s: float
     backward_s: float
     optimizer_s: float
+    attention: tuple[tuple[float, int], ...] = ()
 
 
 def flop_per_token(held: Holding, seq_len: int) -> float:
@@ -132,7 +134,14 @@ def work(held: Holding, policy: Policy, precision: Precision, batch: Batch, devi
     backward_s = max((dear_s * share.blocks + cheap_s * share.layers + head_s * share.head) * BACKWARD, 2 * launch_s * share.layers)
     backward_s += max(repeated_s * FORWARD, again) * share.layers
     carried_s = offloading_s(held, policy, precision, batch, device)
-    return Work(forward_s + carried_s, backward_s + carried_s, _optimizer_s(held, precision, device))
+    return Work(forward_s + carried_s, backward_s + carried_s, _optimizer_s(held, precision, device), _attentions(held, precision, batch, device))
+
+
+def _attentions(held: Holding, precision: Precision, batch: Batch, device: Device) -> tuple[tuple[float, int], ...]:
+    """The forward of attention of one layer, whatever its rank on the context axis (what each attends to is even), and how many layers are alike."""
+    tokens = activations.local_tokens(held.layout, batch.micro_batch, batch.seq_len) / held.layout.mesh.tp
+    found = _attention_s(held, batch.micro_batch, batch.seq_len, peak_flop_per_s(device, precision), device)
+    return tuple((tokens * of_token * FORWARD, count) for of_token, count in found)
 
 
 def offloading_s(held: Holding, policy: Policy, precision: Precision, batch: Batch, device: Device) -> float:
@@ -155,27 +164,51 @@ def _blocks_s(held: Holding, precision: Precision, micro_batch: int, seq_len: in
     whole = flop_per_token(held, seq_len) if held.is_adapted else model.flop_per_token(seq_len)
     matmul = whole - model.attention_flop_per_token(seq_len) - 6 * _head_numel(model)
     peak = peak_flop_per_s(device, precision)
-    attention_s = _attention_s(held, micro_batch, seq_len, peak, device)
+    attention_s = sum(of_layer * count for of_layer, count in _attention_s(held, micro_batch, seq_len, peak, device))
     saved = activations.local_bytes(activations.block(model, held.layout, micro_batch, seq_len, precision.compute), held.layout)
     traffic_s = TRAFFIC_PER_SAVED_BYTE * saved * held.stage_num_layers(0) / (device.memory_bytes_per_s * reach.memory)
-    return tokens * share * (matmul / reach.matmul / peak + attention_s), traffic_s
+    meeting_s = _meeting_bytes(held, precision, micro_batch, seq_len) * held.stage_num_layers(0) / (device.memory_bytes_per_s * reach.memory)
+    return tokens * share * (matmul / reach.matmul / peak + attention_s) + meeting_s, traffic_s
 
 
-def _attention_s(held: Holding, micro_batch: int, seq_len: int, peak: float, device: Device) -> float:
-    """Attention of one token in all layers, forward and backward: by fused kernels the causal half of what it attends to, with a window or a cap
-    every score of pentamesh.run.attention, which is written and read."""
+def _attention_s(held: Holding, micro_batch: int, seq_len: int, peak: float, device: Device) -> list[tuple[float, int]]:
+    """Attention of one token in one layer, forward and backward, and how many layers are alike; of a model of no described family in all at once."""
     model, reach = held.model, EFFICIENCY[device.kind]
-    windows = {window: count for window, count in Counter(model.windows).items() if model.is_described and window and window < seq_len}
-    whole = model.num_layers - sum(windows.values()) if model.is_described else 0
-    if model.score_cap:
-        windows, whole = windows | {None: whole}, 0
+    if not model.is_described:
+        return [(model.attention_flop_per_token(seq_len) / 2 / reach.attention / peak, 1)]
+    windows = Counter(window if window and window < seq_len else None for window in model.windows or (None,) * model.num_layers)
+    return [(_layer_attention_s(held, micro_batch, seq_len, window, peak, device), count) for window, count in windows.items()]
+
+
+def _layer_attention_s(held: Holding, micro_batch: int, seq_len: int, window: int | None, peak: float, device: Device) -> float:
+    """By fused kernels the causal half of what a token attends to, with a window or a cap every score of pentamesh.run.attention, which is written
+    and read."""
+    model, reach = held.model, EFFICIENCY[device.kind]
+    if not window and not model.score_cap:
+        return 12 * seq_len * model.num_heads * model.head_dim / 2 / reach.attention / peak
     heads = micro_batch * -(-model.num_heads // held.layout.mesh.tp)
-    keys = [(scores_at_once(heads, seq_len, window, device.kind)[1] / (1 if window else 2), count) for window, count in windows.items()]
-    scores = model.num_heads * sum(number * count for number, count in keys)
-    fused = 12 * whole * seq_len * model.num_heads * model.head_dim if model.is_described else model.attention_flop_per_token(seq_len)
+    scores = model.num_heads * scores_at_once(heads, seq_len, window, device.kind)[1] / (1 if window else 2)
     traffic = TRAFFIC_PER_SCORE["capped" if model.score_cap else "plain"] * scores
-    by_pieces = FLOP_PER_SCORE * model.head_dim * scores / reach.matmul / peak + traffic / (device.memory_bytes_per_s * reach.memory)
-    return fused / 2 / reach.attention / peak + by_pieces
+    return FLOP_PER_SCORE * model.head_dim * scores / reach.matmul / peak + traffic / (device.memory_bytes_per_s * reach.memory)
+
+
+def _meeting_bytes(held: Holding, precision: Precision, micro_batch: int, seq_len: int) -> float:
+    """What context ranks read and write of their memory in one layer, forward and backward, so as to meet each other's keys: counted, operand by
+    operand.
+
+    A ring adds the output for each block of keys to a sum in float32, and backward the gradients of queries, keys and values. Of gathered keys the
+    gradient is whole, in float32, and cast. Ulysses orders what it sends by ranks and what comes by tokens: queries, keys, values and the output.
+    """
+    layout, model, size, wide = held.layout, held.model, ITEMSIZE[precision.compute], ITEMSIZE["float32"]
+    if layout.mesh.cp == 1:
+        return 0.0
+    tokens = activations.local_tokens(layout, micro_batch, seq_len) / layout.mesh.tp
+    queries, pairs = tokens * model.num_heads * model.head_dim, 2 * tokens * model.num_kv_heads * model.head_dim
+    return {
+        "ring": layout.mesh.cp * (2 * wide + size) * (2 * queries + pairs),
+        "all_gather": layout.mesh.cp * (2 * wide + size) * pairs,
+        "ulysses": 2 * 4 * size * (2 * queries + pairs),
+    }[layout.context]
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,8 @@
 """Every collective of a step with its seconds, and how much of each computation hides.
 
 A block's parameters are gathered while the block before it computes, and its gradients are reduced while the next one goes back. What nothing
-hides: the first gather and the last reduction, and whatever takes longer than the computing beside it.
+hides: the first gather and the last reduction, and whatever takes longer than the computing beside it. A ring passes a block of keys on while
+attention works on the one before. Other activations are waited for.
 """
 
 from __future__ import annotations
@@ -17,43 +18,44 @@ from pentamesh.cost.needs import Communication
 from pentamesh.cost.network import group, link_name, seconds
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.precision import ITEMSIZE, Precision
-from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, Layout
+from pentamesh.layout.mesh import Layout
 from pentamesh.layout.moves import Move
 from pentamesh.layout.policy import Policy
-from pentamesh.layout.rhythm import LedgerRow, ledger, rhythm
+from pentamesh.layout.rhythm import LedgerRow, activations, ledger, parameters, sums
 from pentamesh.layout.stages import on_stage
 from pentamesh.model.spec import ModelSpec
 
 __all__ = ["Flow", "communication", "flows"]
 
-_DATA = frozenset((*DATA_AXES, *SHARD_AXES, "edp"))
-
 
 class Flow(NamedTuple):
-    """A row of the predicted ledger and the seconds of all its collectives together."""
+    """A row of the predicted ledger, the seconds of all its collectives together, and whether it is of parameters and their gradients."""
 
     row: LedgerRow
     seconds: float
     link: str
+    of_parameters: bool
 
     @property
     def each_s(self) -> float:
         return self.seconds / self.row.count
 
     @property
-    def can_hide(self) -> bool:
-        """Parameters and gradients travel beside the computing; activations of the other axes are waited for."""
-        return self.row.phase != "step" and set(self.row.axes) <= _DATA and self.row.kind != "send"
+    def is_passed(self) -> bool:
+        """Whether it goes round a ring."""
+        return self.row.kind == "send" and self.row.axes == ("cp",)
 
 
 def flows(held: Holding, policy: Policy, precision: Precision, seq_len: int, hardware: Hardware) -> tuple[Flow, ...]:
     """All collectives of a steady step of a rank, timed."""
-    mesh, found = held.layout.mesh, []
-    for row in _rows(held, _telling(policy, held.layout), precision, seq_len):
-        ranks = group(mesh, row.axes, hardware.devices_per_node)
+    rows = _rows(held, _telling(policy, held.layout), precision, seq_len)
+
+    def flow(row: LedgerRow, of_parameters: bool) -> Flow:
+        ranks = group(held.layout.mesh, row.axes, hardware.devices_per_node)
         once = seconds(Move(row.kind, row.axes, row.num_ranks, row.bytes), ranks, hardware)
-        found.append(Flow(row, once * row.count, link_name(ranks, hardware)))
-    return tuple(found)
+        return Flow(row, once * row.count, link_name(ranks, hardware), of_parameters)
+
+    return tuple(flow(row, of is rows.parameters) for of in rows for row in of)
 
 
 def communication(found: Iterable[Flow], policy: Policy, work: Work, kind: str, *, bucketed: bool) -> tuple[Communication, ...]:
@@ -80,29 +82,40 @@ def _telling(policy: Policy, layout: Layout) -> Policy:
 # Rows
 
 
+class _Rows(NamedTuple):
+    """The ledger of a rank, apart for what moves parameters and their gradients: context ranks send both kinds to the same ranks."""
+
+    parameters: list[LedgerRow]
+    others: list[LedgerRow]
+
+
 @lru_cache(maxsize=256)
-def _rows(held: Holding, policy: Policy, precision: Precision, seq_len: int) -> list[LedgerRow]:
+def _rows(held: Holding, policy: Policy, precision: Precision, seq_len: int) -> _Rows:
     """The ledger of a rank. Under adapters the base is only gathered, and only adapters are reduced."""
+    moved, others = _moved(held.model, held.layout, policy, precision), _others(held.model, held.layout, policy, precision, seq_len)
     if not held.is_adapted:
-        return _model_rows(held.model, held, policy, precision, seq_len)
-    # Where no weight is cut, the base does not travel: only its activations do.
-    base_model = held.model if held.layout.cuts_weights else replace(held.model, tensors=())
-    rows = _model_rows(base_model, held, policy, precision, seq_len)
+        return _Rows(moved, others)
     scale = NF4_BYTES / ITEMSIZE[precision.compute] if held.method == "qlora" else 1.0
-    data = [r for r in rows if set(r.axes) <= _DATA and r.phase != "step"]
-    base = [replace(r, bytes=round(r.bytes * scale)) for r in data if r.kind == "all_gather"] + [r for r in rows if r not in data]
-    own = _model_rows(adapters(held.model), held, policy, precision, seq_len)
-    return base + [r for r in own if set(r.axes) <= _DATA and r.phase != "step"]
+    # Where no weight is cut, the base does not travel: only its activations do.
+    base = [replace(r, bytes=round(r.bytes * scale)) for r in moved if r.kind == "all_gather"] if held.layout.cuts_weights else []
+    return _Rows(base + _moved(adapters(held.model), held.layout, policy, precision), others)
 
 
-def _model_rows(model: ModelSpec, held: Holding, policy: Policy, precision: Precision, seq_len: int) -> list[LedgerRow]:
-    """`rhythm`'s ledger, with the parameters' part of the first pipeline stage taken as a model of its own."""
-    pp, layout = held.layout.mesh.pp, replace(held.layout, mesh=replace(held.layout.mesh, pp=1))
-    rows = ledger(rhythm(on_stage(model, pp, 0), layout, policy, precision, seq_len))
-    if pp == 1:
-        return rows
-    between = ledger(rhythm(model, held.layout, policy, precision, seq_len))
-    return [row for row in rows if row.phase != "step"] + [row for row in between if row.phase == "step" or "pp" in row.axes]
+def _moved(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision) -> list[LedgerRow]:
+    """What the parameters of the first pipeline stage move, which is taken as a model of its own."""
+    return ledger(parameters(on_stage(model, layout.mesh.pp, 0), _one_stage(layout), policy, precision))
+
+
+def _others(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, seq_len: int) -> list[LedgerRow]:
+    """What that stage moves besides, and what stages do among themselves."""
+    pp = layout.mesh.pp
+    within = ledger(activations(on_stage(model, pp, 0), _one_stage(layout), policy, precision, seq_len))
+    between = activations(model, layout, policy, precision, seq_len) if pp > 1 else ()
+    return within + ledger(crossing for crossing in between if "pp" in crossing.move.axes) + ledger(sums(model, layout, precision))
+
+
+def _one_stage(layout: Layout) -> Layout:
+    return replace(layout, mesh=replace(layout.mesh, pp=1))
 
 
 # Overlap
@@ -112,8 +125,12 @@ def _exposed(found: list[Flow], policy: Policy, work: Work, kind: str, *, bucket
     """What is left of each flow when computing has hidden what it can. On CPU nothing hides: the cores that would carry it compute."""
     times = policy.grad_accum
     computing = {"forward": work.forward_s * times, "backward": work.backward_s * times}
-    shares: list[tuple[Flow, float]] = [(f, f.seconds) for f in found if not f.can_hide or kind == "cpu"]
-    hiding = [f for f in found if f.can_hide and kind != "cpu"]
+    shares: list[tuple[Flow, float]] = [(f, f.seconds) for f in found if kind == "cpu" or not (f.of_parameters or f.is_passed)]
+    hiding = [f for f in found if f.of_parameters and kind != "cpu"]
+    for passed in (f for f in found if f.is_passed and kind != "cpu"):
+        shares.append((passed, left := _beside_attention(passed, work)))
+        # The link carries nothing else meanwhile.
+        computing[passed.row.phase] -= passed.seconds - left
     for phase, compute_s in computing.items():
         here = [f for f in hiding if f.row.phase == phase]
         every = [f for f in here if f.row.count >= times]
@@ -124,6 +141,14 @@ def _exposed(found: list[Flow], policy: Policy, work: Work, kind: str, *, bucket
         # What happens in one micro-batch only has one micro-batch's computing to hide behind.
         shares += _behind(once, max(0.0, compute_s - hidden) / times, 1, bucketed=bucketed)
     return shares
+
+
+def _beside_attention(passed: Flow, work: Work) -> float:
+    """Of blocks passed round a ring, what takes longer than attention to the block before. Backward takes twice as long, and sends each block twice:
+    keys with values, and their gradients; a forward that is repeated sends what the first did."""
+    layers = sum(count for _, count in work.attention)
+    waits = (max(0.0, passed.each_s - attention_s / passed.row.num_ranks) * count / layers for attention_s, count in work.attention)
+    return passed.row.count * sum(waits)
 
 
 def _behind(found: list[Flow], compute_s: float, times: int, *, bucketed: bool) -> list[tuple[Flow, float]]:

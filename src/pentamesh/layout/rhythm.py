@@ -24,7 +24,7 @@ from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec, Unit
 
-__all__ = ["LedgerRow", "buckets", "ledger", "partial_sums", "rhythm"]
+__all__ = ["Crossing", "LedgerRow", "activations", "buckets", "ledger", "parameters", "partial_sums", "rhythm", "sums"]
 
 
 @dataclass(frozen=True, order=True)
@@ -70,18 +70,16 @@ def rhythm(model: ModelSpec, layout: Layout, policy: Policy, precision: Precisio
 
     Shapes: `seq` is the length of a sequence before context ranks share it, or of those of each micro-batch in turn. Units: bytes per rank.
     """
-    here = on_stage(model, layout.mesh.pp, 0)
-    yield from _parameters(here, layout, policy, precision, rank)
-    for length, times in ({seq: policy.grad_accum} if isinstance(seq, int) else Counter(seq)).items():
-        yield from _activations(model, layout, policy, precision, length, times)
-    yield from partial_sums(here, layout, precision)
-    yield from _bookkeeping(model, layout)
+    yield from parameters(on_stage(model, layout.mesh.pp, 0), layout, policy, precision, rank)
+    yield from activations(model, layout, policy, precision, seq)
+    yield from sums(model, layout, precision)
 
 
 # Parameters: gathered to be used, reduced when their gradient is done.
 
 
-def _parameters(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, rank: int) -> Iterator[Crossing]:
+def parameters(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, rank: int = 0) -> Iterator[Crossing]:
+    """Of `rhythm`, what gathers the parameters of a stage and reduces their gradients over the data axes."""
     compute, reduce, weight = ITEMSIZE[precision.compute], ITEMSIZE[precision.reduce], ITEMSIZE[precision.weight]
     counts = _reductions(policy)
     if not layout.cuts_state:
@@ -163,7 +161,13 @@ def buckets(model: ModelSpec, layout: Layout, itemsize: int, rank: int = 0) -> l
 # Activations: tensor, context, pipeline and expert parallel.
 
 
-def _activations(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, seq: int, times: int) -> Iterator[Crossing]:
+def activations(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, seq: int | Sequence[int]) -> Iterator[Crossing]:
+    """Of `rhythm`, what moves parts of micro-batches."""
+    for length, times in ({seq: policy.grad_accum} if isinstance(seq, int) else Counter(seq)).items():
+        yield from _of_length(model, layout, policy, precision, length, times)
+
+
+def _of_length(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, seq: int, times: int) -> Iterator[Crossing]:
     """What `times` micro-batches of one length move."""
     mesh, itemsize = layout.mesh, ITEMSIZE[precision.compute]
     again = times if policy.recompute != "none" else 0
@@ -262,6 +266,12 @@ def _both_ways(crossed: tuple[Move, ...], count: int, again: int, reached: bool 
 
 
 # Bookkeeping: the numbers that all ranks must agree on.
+
+
+def sums(model: ModelSpec, layout: Layout, precision: Precision) -> Iterator[Crossing]:
+    """Of `rhythm`, what is summed once a step."""
+    yield from partial_sums(on_stage(model, layout.mesh.pp, 0), layout, precision)
+    yield from _bookkeeping(model, layout)
 
 
 def _bookkeeping(model: ModelSpec, layout: Layout) -> Iterator[Crossing]:
