@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.rules import copies, partial_axes
-from pentamesh.layout.split import Box, Split, chunk, split
+from pentamesh.layout.split import Box, Split, chunk, folded_chunk, split
 from pentamesh.model.dims import Acts, Dim, TensorSpec
 from pentamesh.model.families import describe
 from pentamesh.model.roles import STORE, Role
@@ -90,6 +90,51 @@ def test_boxes_fill_the_local_tensor(tensor: TensorSpec, role: Role, layout: Lay
 def test_the_first_rank_has_the_largest_share(tensor: TensorSpec, role: Role, layout: Layout) -> None:
     held = split(tensor, role, layout)
     assert held.max_local_numel == max(sum(box.numel for box in held.boxes(rank)) for rank in layout.ranks())
+
+
+@given(activations(), st.sampled_from([Role.USE, Role.ATTEND, Role.CARRY]), layouts())
+def test_the_first_rank_has_most_of_an_activation(tensor: TensorSpec, role: Role, layout: Layout) -> None:
+    """Also where a sequence of any length is folded: nothing is padded beyond the share of rank 0."""
+    held = split(tensor, role, layout)
+    shares = [sum(box.numel for box in held.boxes(rank)) for rank in layout.ranks()]
+    assert held.max_local_numel == max(shares)
+    assert all(elements(held.boxes(rank), "local_offset") == whole(held.local_shape(rank)) for rank in layout.ranks() if shares[rank])
+
+
+@given(st.integers(0, 60), st.integers(1, 8))
+def test_a_folded_line_loses_no_element(length: int, count: int) -> None:
+    runs = [folded_chunk(length, index, count) for index in range(count)]
+    held = [[i for low, size in both for i in range(low, low + size)] for both in runs]
+    assert sorted(itertools.chain.from_iterable(held)) == list(range(length))
+    assert [len(mine) for mine in held] == [chunk(length, index, count)[1] for index in range(count)]
+    for mine, ((_, early), _) in zip(held, runs, strict=True):
+        assert mine == sorted(mine)
+        assert early == -(-len(mine) // 2)
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_causal_work_is_even_where_a_sequence_is_folded(cp: int) -> None:
+    """Each token sees itself and those before it."""
+    row = split(TensorSpec("row", (Dim("seq", 4 * cp),)), Role.ATTEND, Layout(Mesh(cp=cp)))
+    work = {sum(low + i + 1 for low, size in row.intervals(rank, 0) for i in range(size)) for rank in range(cp)}
+    assert work == {2 * (4 * cp + 1)}
+
+
+FOLDED = [
+    (Layout(Mesh(cp=2)), Role.USE, [[(0, 4), (12, 4)], [(4, 4), (8, 4)]]),
+    (Layout(Mesh(cp=2), context="ulysses"), Role.USE, [[(0, 8)], [(8, 8)]]),
+    # Tensor ranks cut what is then local, wherever its two runs meet.
+    (Layout(Mesh(cp=2, tp=2), sequence_parallel=True), Role.CARRY, [[(0, 4)], [(12, 4)], [(4, 4)], [(8, 4)]]),
+    (Layout(Mesh(cp=1, tp=2), sequence_parallel=True), Role.CARRY, [[(0, 8)], [(8, 8)]]),
+    (Layout(Mesh(cp=2, tp=3), sequence_parallel=True), Role.CARRY, [[(0, 3)], [(3, 1), (12, 2)], [(14, 2)], [(4, 3)], [(7, 1), (8, 2)], [(10, 2)]]),
+]
+
+
+@pytest.mark.parametrize(("layout", "role", "expected"), FOLDED)
+def test_which_tokens_of_a_row_a_rank_has(layout: Layout, role: Role, expected: list[list[tuple[int, int]]]) -> None:
+    for name in ("seq", "kv_seq"):
+        row = split(TensorSpec("row", (Dim(name, 16),)), role, layout)
+        assert [list(row.intervals(rank, 0)) for rank in layout.ranks()] == expected
 
 
 @given(tensors(), HELD, layouts())

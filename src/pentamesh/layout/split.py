@@ -4,7 +4,8 @@ A *box* is a rectangle of the global tensor and where it lies in the local one. 
 has several, and no DTensor placement that a checkpoint would accept. Loading, checkpoints and export therefore go by boxes.
 
 The cut of a rank follows torch's chunk rule: chunks of ceil(n / k), the last ones shorter or empty. Tensor-parallel axes cut units of the
-grain, part by part; the data axes cut elements of what is then local.
+grain, part by part; the data axes cut elements of what is then local, and so does every axis that cuts a sequence. Context ranks *fold* a sequence
+in the middle: each holds an early run of it and the late one that mirrors it, so that under causal attention all have as much to do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from pentamesh.layout.rules import copies, cutting_axes, is_expert, partial_axes
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 
-__all__ = ["Box", "Cut", "Split", "chunk", "split"]
+__all__ = ["Box", "Cut", "Split", "chunk", "folded_chunk", "split"]
+
+SEQUENCES = ("seq", "kv_seq")
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,11 @@ class Box:
 
 @dataclass(frozen=True)
 class Cut:
-    """One division of a dim over `axes` taken together; by units of the grain and part by part, or by elements (`by_element`)."""
+    """One division of a dim over `axes` taken together: by units of the grain and part by part, or by elements, which may lie `folded`."""
 
     axes: tuple[str, ...]
     by_element: bool = False
+    folded: bool = False
 
 
 Interval = tuple[int, int]  # global offset and length, in elements
@@ -66,6 +70,12 @@ def chunk(length: int, index: int, count: int) -> Interval:
     step = -(-length // count)
     low = min(index * step, length)
     return low, min(low + step, length) - low
+
+
+def folded_chunk(length: int, index: int, count: int) -> tuple[Interval, Interval]:
+    """The two runs of chunk `index` of `count` where the length is folded in the middle: as many elements as `chunk` gives it, the odd one early."""
+    step, (_, size) = -(-length // count), chunk(length, index, count)
+    return (index * -(-step // 2), -(-size // 2)), (length - index * (step // 2) - size // 2, size // 2)
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,9 @@ class Split:
         for cut in self.cuts[dim]:
             index, count = self.layout.mesh.coord(rank, cut.axes), self.layout.mesh.degree(*cut.axes)
             if cut.by_element:
-                pieces = _elements(pieces, *chunk(sum(n for _, n in pieces), index, count))
+                length = sum(n for _, n in pieces)
+                runs = folded_chunk(length, index, count) if cut.folded else (chunk(length, index, count),)
+                pieces = [piece for run in runs for piece in _elements(pieces, *run)]
             else:
                 shared = copies(spec, count)
                 pieces = _units(pieces, spec.grain, index // shared, count // shared)
@@ -152,11 +164,17 @@ def split(tensor: TensorSpec, role: Role, layout: Layout) -> Split:
 
     Source: the table in `pentamesh.layout.rules`.
     """
-    cuts = [tuple(Cut((axis,)) for axis in cutting_axes(tensor, position, role, layout)) for position in range(len(tensor.dims))]
+    cuts = [tuple(_cut(dim, axis, layout) for axis in cutting_axes(tensor, position, role, layout)) for position, dim in enumerate(tensor.dims)]
     position, axes = sharding_of(tensor, role, layout)
     if axes:
         cuts[position] = (*cuts[position], Cut(axes, by_element=True))
     return Split(tensor, role, layout, tuple(cuts), partial_axes(tensor, layout) if role is Role.COMPUTED else ())
+
+
+def _cut(dim: Dim, axis: str, layout: Layout) -> Cut:
+    """Tokens have no grain. Ulysses gives attention whole sequences, of which no part has more to do than another."""
+    tokens = dim.name in SEQUENCES
+    return Cut((axis,), by_element=tokens, folded=tokens and axis == "cp" and layout.context != "ulysses")
 
 
 def _parts(dim: Dim) -> list[Interval]:
