@@ -56,11 +56,11 @@ def in_pieces(vocab: int, tokens: int) -> dict[str, Any]:
     count_allocations()
     model, world = spec(vocab), join(Layout(), "cpu")
     module = place(model, Layout(), Policy(), PRECISIONS["fp32"], world, drawing(0))
-    found = _measured(module, lambda given: weighted_loss(module, given, model, Layout(), 1 / tokens), vocab, tokens)
+    found = _measured(module, lambda given: weighted_loss(module, given, model, world, 1 / tokens), vocab, tokens)
     found["flop"] = {}
     for share in (1.0, 0.25, 0.0):
         with FlopCounterMode(display=False) as counter:
-            weighted_loss(module, drawn_micro(vocab, tokens, share), model, Layout(), 1 / tokens)  # the head's gradients are of its forward
+            weighted_loss(module, drawn_micro(vocab, tokens, share), model, world, 1 / tokens)  # the head's gradients are of its forward
         found["flop"][share] = counter.get_total_flops()
     return found
 

@@ -38,7 +38,7 @@ MOST_SHARE, KEPT = 0.15, Retention(1)
 def one_step(trainee: Trainee) -> float:
     """Seconds of one step of training."""
     started = time.monotonic()
-    take_step(trainee, micros(trainee.world.data_rank, 1, 0), 1.0)
+    take_step(trainee, micros(trainee.world.share.data_rank, 1, 0), 1.0)
     return time.monotonic() - started
 
 

@@ -126,7 +126,7 @@ def ours(case: Case, folder: Path, world_of: Callable[[Plan], World]) -> tuple[S
     parameters = parameters_of(module)
     trainee = Trainee(module, parameters, adamw(parameters, model, chosen.job.optimizer, precision, world, 0), model, chosen.policy, world)
     count = iter(range(10**9))
-    return lambda: take_step(trainee, micros(world.data_rank, case.grad_accum, next(count)), 1.0).loss, chosen
+    return lambda: take_step(trainee, micros(world.share.data_rank, case.grad_accum, next(count)), 1.0).loss, chosen
 
 
 # By hand

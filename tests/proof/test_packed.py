@@ -77,7 +77,7 @@ class Epoch:
         trial = Trial(self.config, policy=Policy(1, 1), precision="fp32")
         samples = open_prepared(self.folder).train
         trainee = _trainee(trial, join(trial.layout, "cpu"))
-        micros = Batches(samples, 0, samples.num_rows, 1, 0, 1).step(0)
+        micros = Batches(samples, 0, samples.num_rows, 1).step(0)
         loss = accumulate(trainee, micros, samples.num_trained) / samples.num_trained
         gradients = {name: p.grad.numpy() for name, p in trainee.parameters.items() if p.grad is not None}
         return loss, gradients, sum(micro.input_ids.numel() for micro in micros)

@@ -110,8 +110,7 @@ def trainee_of(plan: Plan, world: World) -> Trainee:
 
 def batches_of(plan: Plan, world: World, vocab: int) -> Batches:
     samples = toy_samples(SEED, 4 * GLOBAL_BATCH - 3, vocab, 24)  # an epoch ends within the last step
-    own: dict[str, Any] = {"seq_multiple": plan.layout.seq_multiple}
-    return Batches(samples, SEED, GLOBAL_BATCH, MICRO_BATCH, world.data_rank, world.data_degree, **own)
+    return Batches(samples, SEED, GLOBAL_BATCH, MICRO_BATCH, world.share)
 
 
 def step(plan: Plan, trainee: Trainee, counters: Counters) -> tuple[Counters, float]:

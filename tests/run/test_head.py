@@ -72,7 +72,7 @@ def test_equals_the_whole_logits(name: str, at_once: int, trained: int, monkeypa
     model = spec(name)
     given, module = micro(model.vocab, trained), placed(model, "fp64")
     expected, theirs = plain(model, module, given)
-    loss = weighted_loss(module, given, model, Layout(), WEIGHT)
+    loss = weighted_loss(module, given, model, join(Layout()), WEIGHT)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(WEIGHT * expected, rel=1e-13)
     ours = gradients(module)
@@ -89,7 +89,7 @@ def test_bfloat16_adds_pieces_up_in_full_width(monkeypatch: pytest.MonkeyPatch) 
     for at_once in (2**22, 1):
         monkeypatch.setitem(policy.LOGITS_AT_ONCE, "cpu", at_once)
         module = placed(model, "bf16-pure")
-        weighted_loss(module, given, model, Layout(), WEIGHT).backward()
+        weighted_loss(module, given, model, join(Layout()), WEIGHT).backward()
         head = gradients(module)["lm_head.weight"].double()
         error[at_once] = float((head - exact["lm_head.weight"]).norm() / exact["lm_head.weight"].norm())
     assert error[1] < 0.05
@@ -99,7 +99,7 @@ def test_bfloat16_adds_pieces_up_in_full_width(monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_trained_is_connected_and_zero() -> None:
     model = spec()
     module = placed(model, "fp32")
-    loss = weighted_loss(module, micro(model.vocab, 0), model, Layout())
+    loss = weighted_loss(module, micro(model.vocab, 0), model, join(Layout()))
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert gradients(module).keys() == {t.name for t in model.parameters}
@@ -110,6 +110,6 @@ def test_without_gradients_none_are_computed() -> None:
     model = spec()
     module = placed(model, "fp32")
     with torch.no_grad():
-        loss = weighted_loss(module, micro(model.vocab, 27), model, Layout())
+        loss = weighted_loss(module, micro(model.vocab, 27), model, join(Layout()))
     assert not loss.requires_grad
-    assert float(loss) == pytest.approx(float(weighted_loss(module, micro(model.vocab, 27), model, Layout()).detach()), rel=1e-6)
+    assert float(loss) == pytest.approx(float(weighted_loss(module, micro(model.vocab, 27), model, join(Layout())).detach()), rel=1e-6)

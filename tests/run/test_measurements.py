@@ -78,7 +78,7 @@ def stepped(trial: Trial) -> tuple[Standing, list[tuple[int, int]]]:
         module, parameters, adamw(parameters, trial.model, trial.optimizer, precision, world, trial.seed), trial.model, trial.policy, world
     )
     samples = toy_samples(trial.seed, 2 * trial.global_batch, trial.model.vocab, trial.longest)
-    batches = Batches(samples, trial.seed, trial.global_batch, 1, world.data_rank, world.data_degree)
+    batches = Batches(samples, trial.seed, trial.global_batch, 1, world.share)
     standing, counted = Standing(), []
     for step in range(2):
         micros = batches.step(step * trial.global_batch)

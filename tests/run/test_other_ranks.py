@@ -37,9 +37,9 @@ def seen(folder: Path, options: Options) -> tuple[Items, list[str]]:
     said: list[str] = []
     collate, say = batches.collate, Progress.say
 
-    def noted(samples: Any, rows: Any, seq_multiple: int = 1) -> batches.Micro:
+    def noted(samples: Any, rows: Any, *share: Any) -> batches.Micro:
         found.extend(tuple(samples.sample(i)[0].tolist()) for row in rows for i in row)
-        return collate(samples, rows, seq_multiple)
+        return collate(samples, rows, *share)
 
     def heard(self: Progress, text: str) -> None:
         said.append(text)

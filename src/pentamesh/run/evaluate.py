@@ -67,9 +67,9 @@ def held_out(module: nn.Module, samples: Samples, micro_batch: int, model: Model
     was_training = module.training
     module.eval()
     loss_sum, num_tokens = 0.0, 0
-    for micro in held_out_batches(samples, micro_batch, world.data_rank, world.data_degree, world.layout.seq_multiple):
+    for micro in held_out_batches(samples, micro_batch, world.share):
         micro = micro.to(world.device)
-        loss_sum += float(weighted_loss(module, micro, model, world.layout))
+        loss_sum += float(weighted_loss(module, micro, model, world))
         num_tokens += micro.num_trained
     module.train(was_training)
     for part in module.modules():

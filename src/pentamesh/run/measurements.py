@@ -50,7 +50,7 @@ class Measurements:
             if index < NUM_PEAK_STEPS or world.device.type == "cuda":
                 peak = stack.enter_context(measured_peak(world.device))
             if index == STEADY:
-                self.lengths = [micro.input_ids.shape[1] for micro in micros]
+                self.lengths = [world.share.row_length(micro.input_ids.shape[1]) for micro in micros]
                 recorder = stack.enter_context(Recorder(world))
                 stack.enter_context(self.standing.watched(self.trainee))
             yield self.standing.look if index == STEADY else None
@@ -94,6 +94,6 @@ class Measurements:
         )
 
     def _predicted(self) -> list[LedgerRow]:
-        """Of a step of micro-batches as long as the recorded ones: what crosses the borders of blocks grows with them."""
+        """Of a step of rows as long as the recorded ones: what crosses the borders of blocks grows with them."""
         plan, lengths = self.plan, self.lengths or self.plan.job.batch.seq_len
         return ledger(rhythm(self.trainee.model, plan.layout, plan.policy, plan.precision, lengths, self.trainee.world.rank))

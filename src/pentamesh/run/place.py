@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import init_empty_weights
 from torch import nn
@@ -29,7 +30,8 @@ from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.attention import ATTENTION
 from pentamesh.run.compiled import compile_blocks, overlap_tensor_moves
-from pentamesh.run.data.batches import Micro
+from pentamesh.run.data.batches import collate
+from pentamesh.run.data.samples import Samples
 from pentamesh.run.head import join_head_and_loss
 from pentamesh.run.lean import keep_less
 from pentamesh.run.loss import weighted_loss
@@ -43,6 +45,9 @@ __all__ = ["Filler", "build", "check", "local", "place", "torch_dtype"]
 # Fills a rank's local part of a parameter: read from a folder, or drawn at random.
 Filler = Callable[[TensorSpec, Split, int, torch.Tensor], None]
 
+
+# Along these, ranks that cut no state hold the same parameters and see different tokens.
+COPY_AXES = ("dp_replicate", "cp")
 
 # Marks a parameter that several modules share, with its name.
 TIED = "_pentamesh_tied_as"
@@ -98,16 +103,15 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
         cross_borders(built, model, layout, world)
     if model.is_described:
         join_head_and_loss(built, model, world)
-    return built if layout.cuts_state or layout.mesh.dp_replicate == 1 else _replicate(built, model, policy, world)
+    return built if layout.cuts_state or layout.mesh.degree(*COPY_AXES) == 1 else _replicate(built, model, policy, world)
 
 
 def _fully_shard(built: nn.Module, model: ModelSpec, policy: Policy, precision: Precision, world: World) -> None:
-    """Cut every unit over the shard axis (and copy it over the replicate axis), each gathered and reduced as one.
+    """Cut every unit over the shard axes (and copy it over the replicate axis), each gathered and reduced as one.
 
     ZeRO-1, ZeRO-2 and full shard differ in how long what is gathered stays and when gradients are reduced, which is the policy's to say.
     """
-    degree = world.layout.mesh.degree
-    mesh = world.mesh["dp_replicate", "dp_shard"] if degree("dp_replicate") > 1 else world.mesh["dp_shard"]
+    mesh = world.mesh["dp_replicate", "shard"] if world.layout.mesh.dp_replicate > 1 else world.mesh["shard"]
     compute = torch_dtype(precision.compute) if precision.compute != precision.weight else None
     mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch_dtype(precision.reduce), cast_forward_inputs=False)
     units = [built.get_submodule(unit) for unit in model.units if unit]
@@ -176,10 +180,10 @@ def _fill(built: nn.Module, model: ModelSpec, layout: Layout, world: World, fill
 
 
 def _replicate(built: nn.Module, model: ModelSpec, policy: Policy, world: World) -> DistributedDataParallel:
-    """DDP over the data axis. The graph is static where torch allows to say so: not with accumulation, which skips reductions."""
+    """DDP over data and context. The graph is static where torch allows to say so: not with accumulation, which skips reductions."""
     replicated = DistributedDataParallel(
         built,
-        process_group=world.group(("dp_replicate",)),
+        process_group=world.group(COPY_AXES),
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         forward_sync_buffers=False,  # rotary frequencies are constants
         init_sync=False,  # every rank has filled the same weights
@@ -199,11 +203,11 @@ def _settle(replicated: DistributedDataParallel, model: ModelSpec, policy: Polic
     is taken up by the third forward.
     """
     # As many sequences as a micro-batch has, and another number of tokens: what is compiled for them serves any length.
-    num_tokens = (policy.micro_batch + 1) * world.layout.seq_multiple
-    tokens = torch.zeros((policy.micro_batch, num_tokens), dtype=torch.int64, device=world.device)
-    micro = Micro(tokens, tokens, tokens.numel(), tokens.numel())
+    length = (policy.micro_batch + 1) * world.layout.seq_multiple
+    sample = Samples(np.zeros(length + 1, np.int32), np.ones(length + 1, bool), np.array([[0, length + 1]]), length, length, pad_id=0)
+    micro = collate(sample, [(0,)] * policy.micro_batch, world.share).to(world.device)
     for _ in range(3):
-        weighted_loss(replicated, micro, model, world.layout, weight=0.0).backward()
+        weighted_loss(replicated, micro, model, world, weight=0.0).backward()
     replicated.zero_grad(set_to_none=False)
 
 
@@ -225,7 +229,7 @@ def check(built: nn.Module, model: ModelSpec, layout: Layout, precision: Precisi
 
 
 def _placements(held: Split, layout: Layout) -> tuple[str, ...]:
-    """The placements, by name, of what fully_shard cuts of a tensor: over the data axes, of the part that the other axes leave to this rank."""
+    """The placements, by name, of what fully_shard cuts of a tensor: over data and context, of the part that the other axes leave to this rank."""
     if not layout.cuts_state:
         return ()
     copies = ("Replicate",) if layout.mesh.dp_replicate > 1 else ()

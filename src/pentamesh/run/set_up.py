@@ -70,10 +70,8 @@ def set_up(plan: Plan, folder: RunFolder, world: World) -> Run:
         job.training.seed,
         job.batch.global_batch,
         job.batch.micro_batch,
-        world.data_rank,
-        world.data_degree,
+        world.share,
         num_rows_in_run=in_run,
-        seq_multiple=plan.layout.seq_multiple,
         group_by_length=job.batch.group_by_length,
     )
     board = Board(folder.tensorboard if job.logging.tensorboard and world.is_first else None)

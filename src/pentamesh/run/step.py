@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -83,11 +84,11 @@ def accumulate(trainee: Trainee, micros: Sequence[Micro], num_trained: int) -> f
     """Leave d(sum of losses) / `num_trained` in the gradients, summed over ranks, and return the sum of losses over the global batch."""
     module, world = trainee.module, trainee.world
     # DDP averages over its group; gradients here are sums, so the factor is taken out beforehand.
-    factor = world.data_degree if isinstance(module, DistributedDataParallel) else 1
+    factor = dist.get_world_size(module.process_group) if isinstance(module, DistributedDataParallel) else 1
     losses = []
     for index, micro in enumerate(micros):
         with _reducing(module, trainee.policy, last=index == len(micros) - 1):
-            loss = weighted_loss(module, micro, trainee.model, world.layout, factor / num_trained)
+            loss = weighted_loss(module, micro, trainee.model, world, factor / num_trained)
             loss.backward()
         losses.append(loss.detach().double() * (num_trained / factor))
     sum_partial_gradients(trainee.parameters, trainee.model, world)

@@ -89,7 +89,7 @@ class InRows(Batches):
 @dataclass
 class Outcome:
     """What a trial produced on one rank: per step the loss, norm and gradients; the final parameters; the last step's
-    ledger and the lengths of its micro-batches; placements checked."""
+    ledger and the lengths of the rows of its micro-batches; placements checked."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -140,19 +140,18 @@ def fake_outcome(trial: Trial, rank: int) -> Outcome:
 def _steps(trial: Trial, trainee: Trainee, found: Outcome, watch: Callable[[Trainee], None] | None = None) -> None:
     world = trainee.world
     samples = toy_samples(trial.seed, trial.global_batch * trial.num_steps * trial.in_a_row, trainee.model.vocab, trial.longest)
-    own: dict[str, Any] = {"data_rank": world.data_rank, "data_degree": world.data_degree, "seq_multiple": trial.layout.seq_multiple}
-    batches = InRows(samples, trial.seed, trial.global_batch, trial.policy.micro_batch, **own, in_a_row=trial.in_a_row)
+    batches = InRows(samples, trial.seed, trial.global_batch, trial.policy.micro_batch, world.share, in_a_row=trial.in_a_row)
     for step in range(trial.num_steps):
         micros = batches.step(step * trial.global_batch)
         with Recorder(world) as recorder:
             result = take_step(trainee, micros, trial.optimizer.max_grad_norm, watch=watch)
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)
-        found.ledger, found.lengths = recorder.rows(), [micro.input_ids.shape[1] for micro in micros]
+        found.ledger, found.lengths = recorder.rows(), [world.share.row_length(micro.input_ids.shape[1]) for micro in micros]
 
 
 def predicted_ledger(trial: Trial, lengths: Sequence[int], rank: int = 0) -> list[LedgerRow]:
-    """What `layout.rhythm` says a steady step of this trial moves, on a rank whose micro-batches have these lengths."""
+    """What `layout.rhythm` says a steady step of this trial moves, on a rank the rows of whose micro-batches have these lengths."""
     return ledger(rhythm(trial.model, trial.layout, trial.policy, PRECISIONS[trial.precision], lengths, rank))
 
 

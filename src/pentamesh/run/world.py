@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pentamesh.errors import InputError
 from pentamesh.job.started import environment
-from pentamesh.layout.mesh import AXES, DATA_AXES, Layout
+from pentamesh.layout.mesh import AXES, SHARD_AXES, Layout
+from pentamesh.run.data.share import Share
 
 __all__ = ["World", "connect", "join", "leave"]
 
@@ -43,22 +44,20 @@ class World:
         return self.rank == 0
 
     @property
-    def data_rank(self) -> int:
-        """Position among the ranks that read different samples."""
-        return self.layout.mesh.coord(self.rank, DATA_AXES)
-
-    @property
-    def data_degree(self) -> int:
-        return self.layout.mesh.degree(*DATA_AXES)
+    def share(self) -> Share:
+        """What this rank reads of every step."""
+        return Share(self.layout, self.rank)
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """torch's view of the same mesh, with our axis names."""
-        degrees = tuple(self.layout.mesh.degree(axis) for axis in AXES)
-        return init_device_mesh(self.device.type, degrees, mesh_dim_names=AXES)
+        """torch's view of the same mesh, with our axis names; the axes that cut parameters together are one, `shard`."""
+        axes = {"pp": ("pp",), "dp_replicate": ("dp_replicate",), "shard": SHARD_AXES, "tp": ("tp",)}
+        degrees = tuple(self.layout.mesh.degree(*together) for together in axes.values())
+        return init_device_mesh(self.device.type, degrees, mesh_dim_names=tuple(axes))
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         """The process group of this rank along `axes`. Collective: every rank asks for the same axes in the same order."""
+        axes = tuple(axis for axis in axes if self.layout.mesh.degree(axis) > 1)
         if axes not in self._groups:
             mine = self.layout.mesh.peers(self.rank, axes)
             if len(mine) == self.num_ranks:

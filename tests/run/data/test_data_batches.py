@@ -1,19 +1,23 @@
-"""Batches: a permutation by seed and epoch, ranks that share nothing and leave nothing out, and labels shifted once."""
+"""Batches: a permutation by seed and epoch, ranks that share nothing and leave nothing out, and labels shifted once, before rows are cut."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentamesh.errors import InputError
+from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.run.data.batches import IGNORED, Batches, Micro, collate, held_out_batches
 from pentamesh.run.data.order import Order, first_fit_decreasing, order
 from pentamesh.run.data.samples import Samples
+from pentamesh.run.data.share import Share
 
 
 def samples_of(lengths: list[int], pad_id: int = 0) -> Samples:
@@ -24,6 +28,15 @@ def samples_of(lengths: list[int], pad_id: int = 0) -> Samples:
     trained = np.arange(total) % 2 == 1
     spans = np.stack([offsets, counts], axis=1)
     return Samples(np.arange(1, total + 1, dtype=np.int32), trained, spans, sum(lengths), int(trained.sum()), pad_id)
+
+
+def data_ranks(count: int) -> list[Share]:
+    """The shares of so many ranks, each of which reads its own rows."""
+    return shares(Layout(Mesh(dp_shard=count)))
+
+
+def shares(layout: Layout) -> list[Share]:
+    return [Share(layout, rank) for rank in layout.ranks()]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +72,7 @@ def taken(samples: Samples, world: tuple[int, int, int, int, int], num_steps: in
     _, micro_batch, data_degree, global_batch, seed = world
     found: list[int | None] = []
     for step in range(num_steps):
-        ranks = [Batches(samples, seed, global_batch, micro_batch, r, data_degree, limit) for r in range(data_degree)]
+        ranks = [Batches(samples, seed, global_batch, micro_batch, share, limit) for share in data_ranks(data_degree)]
         micros = zip(*(rank.step(step * global_batch) for rank in ranks), strict=True)
         found += [(int(row[0]) - 1) // 3 for of_ranks in micros for micro in of_ranks for row in micro.input_ids]
     return found
@@ -84,7 +97,7 @@ def test_the_same_samples_in_the_same_order_on_any_number_of_ranks(world: tuple[
 
 def test_a_run_of_epochs_ends_with_rows_without_labels(seven: Samples) -> None:
     """7 samples over 4 ranks: one step of 8, whose last row trains nothing, with as many micro-batches on each rank."""
-    ranks = [Batches(seven, 0, 8, 1, r, 4, num_rows_in_run=7) for r in range(4)]
+    ranks = [Batches(seven, 0, 8, 1, share, num_rows_in_run=7) for share in data_ranks(4)]
     micros = [rank.step(0) for rank in ranks]
     assert [len(m) for m in micros] == [2, 2, 2, 2]
     assert ranks[3].rows(0)[-1] == ()
@@ -96,7 +109,7 @@ def test_a_run_of_epochs_ends_with_rows_without_labels(seven: Samples) -> None:
 
 
 def test_rows_that_are_computed_at_once_are_of_like_length(seven: Samples) -> None:
-    batches = Batches(seven, 0, 6, 2, 0, 1)
+    batches = Batches(seven, 0, 6, 2)
     assert sorted(i for row in batches.rows(0) for i in row) == sorted(order(0, 0, 7)[:6].tolist())
     widths = [micro.input_ids.shape[1] for micro in batches.step(0)]
     assert widths == sorted(widths, reverse=True)
@@ -167,9 +180,10 @@ def test_packed_samples_have_positions_and_bounds_of_their_own() -> None:
     micro = collate(samples, [(0, 1), (2,), ()])
     assert micro.input_ids.tolist() == [[1, 2, 3, 5], [7, 8, 99, 99], [99] * 4]
     assert micro.labels.tolist() == [[2, IGNORED, 4, 6], [8, IGNORED, IGNORED, IGNORED], [IGNORED] * 4]
-    assert micro.packed is not None
-    assert micro.packed.positions.tolist() == [[0, 1, 2, 0], [0, 1, 0, 1], [0, 1, 2, 3]]
-    assert micro.packed.bounds.tolist() == [0, 3, 4, 6, 8, 12]
+    assert micro.positions is not None
+    assert micro.bounds is not None
+    assert micro.positions.tolist() == [[0, 1, 2, 0], [0, 1, 0, 1], [0, 1, 2, 3]]
+    assert micro.bounds.tolist() == [0, 3, 4, 6, 8, 12]
     assert (micro.num_trained, micro.num_tokens) == (4, 6)
 
 
@@ -179,24 +193,100 @@ def test_padding_with_the_end_of_turn_token_masks_no_label() -> None:
 
 
 def test_a_micro_batch_moves() -> None:
-    moved = collate(samples_of([3]), [(0,)]).to("cpu", non_blocking=True)
-    assert isinstance(moved, Micro)
-    assert moved.labels.tolist() == [[2, IGNORED, 4]]
+    micro = collate(samples_of([3, 1]), [(0, 1)])
+    moved = micro.to("meta")
+    assert [t.device.type for t in (moved.input_ids, moved.labels, moved.positions, moved.bounds) if t is not None] == ["meta"] * 4
+    assert (moved.num_trained, moved.num_tokens) == (micro.num_trained, micro.num_tokens)
+    assert micro.to("cpu", non_blocking=True).labels.tolist() == [[2, IGNORED, 4, 6]]
+
+
+ZIGZAG, STRAIGHT = Layout(Mesh(cp=2)), Layout(Mesh(cp=2), context="ulysses")
+
+
+def test_the_target_of_a_token_is_the_next_of_its_row_wherever_that_is_read() -> None:
+    """Eight tokens, of which the last has none to predict: seven targets in all, three of them beyond the end of a run."""
+    eight = Samples(np.arange(9, dtype=np.int32), np.array([True] * 8 + [False]), np.array([[0, 9]]), 8, 7, pad_id=0)
+    first, second = (collate(eight, [(0,)], share) for share in shares(ZIGZAG))
+    assert (first.input_ids.tolist(), second.input_ids.tolist()) == ([[0, 1, 6, 7]], [[2, 3, 4, 5]])
+    assert (first.labels.tolist(), second.labels.tolist()) == ([[1, 2, 7, IGNORED]], [[3, 4, 5, 6]])
+    assert first.num_trained + second.num_trained == 7
+    assert first.positions is not None
+    assert first.positions.tolist() == [[0, 1, 6, 7]]
+    early, late = (collate(eight, [(0,)], share) for share in shares(STRAIGHT))
+    assert (early.labels.tolist(), late.labels.tolist()) == ([[1, 2, 3, 4]], [[5, 6, 7, IGNORED]])
+    assert early.bounds is first.bounds is None
+
+
+def test_context_ranks_share_packed_rows_and_know_all_documents() -> None:
+    samples = samples_of([3, 1, 2], pad_id=99)  # tokens 1 2 3 | 5 | 7 8, and what pads to a multiple of four
+    first, second = (collate(samples, [(0, 1), (2,)], share) for share in shares(ZIGZAG))
+    assert (first.input_ids.tolist(), second.input_ids.tolist()) == ([[1, 5], [7, 99]], [[2, 3], [8, 99]])
+    for micro, positions in ((first, [[0, 0], [0, 1]]), (second, [[1, 2], [1, 0]])):
+        assert micro.positions is not None
+        assert micro.bounds is not None
+        assert micro.positions.tolist() == positions
+        assert micro.bounds.tolist() == [0, 3, 4, 6, 8]
+    assert (first.num_tokens, second.num_tokens) == (3, 3)
+
+
+layouts_of_rows = st.builds(
+    Layout,
+    st.builds(Mesh, dp_replicate=st.integers(1, 2), dp_shard=st.integers(1, 2), cp=st.integers(1, 4), tp=st.integers(1, 3)),
+    sequence_parallel=st.booleans(),
+    context=st.sampled_from(["ring", "ulysses"]),
+)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.booleans(), layouts_of_rows)
+@settings(deadline=None, max_examples=100)
+def test_context_ranks_read_every_token_once_and_tensor_ranks_the_same(lengths: list[int], packs: bool, layout: Layout) -> None:
+    """Beside each token its label and its position, as the whole row has them; its padded length divides among all ranks."""
+    samples, numbers = samples_of(lengths), range(len(lengths))
+    rows = [tuple(numbers)] if packs else [(i,) for i in numbers]
+    alone = Share(replace(layout, mesh=Mesh(tp=layout.seq_multiple), sequence_parallel=True), 0)  # cuts nothing, and pads as much
+    whole = columns(collate(samples, rows, alone))
+    parts = {rank: collate(samples, rows, Share(layout, rank)) for rank in layout.mesh.peers(0, ("cp",))}
+    assert sorted(row for part in parts.values() for row in columns(part)) == sorted(whole)
+    assert sum(part.num_tokens for part in parts.values()) == sum(lengths)
+    assert sum(part.num_trained for part in parts.values()) == sum(column[-2] != IGNORED for column in whole)
+    for rank, part in parts.items():
+        assert Share(layout, rank).row_length(part.input_ids.shape[1]) * len(rows) == len(whole)
+        for peer in layout.mesh.peers(rank, ("tp",)):
+            assert columns(collate(samples, rows, Share(layout, peer))) == columns(part)
+
+
+def columns(micro: Micro) -> list[tuple[int, ...]]:
+    """Each token with its row, label and position."""
+    shape = micro.input_ids.shape
+    positions = (torch.arange(shape[1]) if micro.positions is None else micro.positions).expand(shape)
+    rows = torch.arange(shape[0]).unsqueeze(1).expand(shape)
+    return [tuple(column) for column in torch.stack([rows, micro.input_ids, micro.labels, positions], dim=-1).flatten(0, 1).tolist()]
 
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 5))
 @settings(deadline=None, max_examples=60)
 def test_held_out_rows_are_seen_once_and_ranks_stay_in_step(n: int, micro_batch: int, data_degree: int) -> None:
     samples = samples_of([1] * n)  # the first token of each sample is its name
-    ranks = [list(held_out_batches(samples, micro_batch, r, data_degree)) for r in range(data_degree)]
+    ranks = [list(held_out_batches(samples, micro_batch, share)) for share in data_ranks(data_degree)]
     assert {len(rank) for rank in ranks} == {-(-n // (micro_batch * data_degree))}
     firsts = [int(row[0]) for rank in ranks for micro in rank for row, labels in zip(micro.input_ids, micro.labels, strict=True) if row[0] != 0]
     assert sorted(firsts) == list(range(1, 2 * n, 2))
     assert sum(micro.num_trained for rank in ranks for micro in rank) == n
 
 
+def test_context_ranks_hold_out_the_same_rows() -> None:
+    samples = samples_of([3, 5, 1, 4, 1])
+    layout = Layout(Mesh(dp_shard=2, cp=2))
+    ranks = [list(held_out_batches(samples, 2, share)) for share in shares(layout)]
+    assert {len(rank) for rank in ranks} == {2}
+    assert sum(micro.num_tokens for rank in ranks for micro in rank) == 14
+    assert sum(micro.num_trained for rank in ranks for micro in rank) == sum(micro.num_trained for micro in held_out_batches(samples, 2))
+    for one, other in (ranks[:2], ranks[2:]):
+        assert [micro.input_ids.shape for micro in one] == [micro.input_ids.shape for micro in other]
+
+
 def test_a_global_batch_that_ranks_cannot_share() -> None:
     with pytest.raises(
         InputError, match=r"global_batch = 12 is not a multiple of micro_batch x data ranks = 2 x 4 = 8(.|\n)*use global_batch = 8 or 16"
     ):
-        Batches(samples_of([1]), 0, 12, 2, 0, 4)
+        Batches(samples_of([1]), 0, 12, 2, data_ranks(4)[0])

@@ -9,9 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.run.data.batches import Batches
 from pentamesh.run.data.order import first_fit_decreasing
 from pentamesh.run.data.samples import Samples
+from pentamesh.run.data.share import Share
 from tests.run.data.test_data_batches import samples_of
 
 LENGTHS = [1 + (7 * i) % 11 for i in range(24)]
@@ -32,7 +34,8 @@ CASES: dict[str, tuple[Samples, bool]] = {
 def tokens_of(samples: Samples, group: bool, ranks: int, steps: range, epochs: int) -> Iterator[list[int]]:
     """What the model reads in each of these steps, on all ranks, without what pads it."""
     for step in steps:
-        worlds = [Batches(samples, 3, GLOBAL_BATCH, 1, rank, ranks, samples.num_rows * epochs, group_by_length=group) for rank in range(ranks)]
+        shares = [Share(Layout(Mesh(dp_shard=ranks)), rank) for rank in range(ranks)]
+        worlds = [Batches(samples, 3, GLOBAL_BATCH, 1, share, samples.num_rows * epochs, group_by_length=group) for share in shares]
         read = [int(token) for batches in worlds for micro in batches.step(step * GLOBAL_BATCH) for token in micro.input_ids.flatten()]
         yield [token for token in read if token]
 

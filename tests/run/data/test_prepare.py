@@ -154,7 +154,7 @@ def test_rows_of_a_held_out_file_are_not_trained(made: Any, chats: Any, write_ro
     prepared = made(job(held_out="held.jsonl"))
     assert (len(prepared.train), len(prepared.held_out)) == (4, 2)
     assert prepared.report["splits"]["train"]["dropped"] == {"equal_to_held_out": 2}
-    assert sum(micro.num_tokens for micro in held_out_batches(prepared.held_out, 3, 0, 1)) == prepared.held_out.num_tokens
+    assert sum(micro.num_tokens for micro in held_out_batches(prepared.held_out, 3)) == prepared.held_out.num_tokens
 
 
 @pytest.mark.parametrize(("rows", "share"), [(1, 0.2), (3, 0.999), (2, 0.8)])

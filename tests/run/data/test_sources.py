@@ -79,7 +79,7 @@ def test_what_an_epoch_sees_of_each_source(files: Any, made: Any) -> None:
     assert first["trained_tokens"] + second["trained_tokens"] == split["trained_tokens"]
     trained = [prepared.train.sample(i)[1][1:].sum() for i in range(28)]
     assert (sum(trained[:25]), sum(trained[25:])) == (first["trained_tokens"], second["trained_tokens"])
-    batches = Batches(prepared.train, 0, 4, 4, 0, 1)
+    batches = Batches(prepared.train, 0, 4, 4)
     numbers = [i for step in range(7) for (i,) in batches.rows(4 * step)]
     assert sorted(numbers) == list(range(28))
 
@@ -178,7 +178,7 @@ def test_rows_are_packed_as_an_epoch_sees_them(files: Any, made: Any) -> None:
     assert seen(packed.train) == seen(alone.train)
     assert packed.train_digest != alone.train_digest
     assert packed.report["splits"]["train"]["packs"] == packed.train.num_rows < len(packed.train.packs) == 28
-    batches = Batches(packed.train, 0, 1, 1, 0, 1)
+    batches = Batches(packed.train, 0, 1, 1)
     rows = [samples for number in range(packed.train.num_rows) for samples in batches.rows(number)]
     assert sorted(i for samples in rows for i in samples) == list(range(28))
     assert max(packed.train.lengths[list(samples)].sum() for samples in rows) <= 64

@@ -1,4 +1,4 @@
-"""Batches: the rows of each step, as a pure function of (seed, rows consumed), and the tensors that a data rank computes on.
+"""Batches: the rows of each step, as a pure function of (seed, rows consumed), and the tensors that a rank computes on.
 
 A step takes the next `global_batch` rows of the run's order, the longest first, so that rows that are computed at once are of like length: of these
 micro-batch m of data rank r takes those from (m * data_degree + r) * micro_batch on. Nothing else is remembered, so a run goes on anywhere,
@@ -7,8 +7,9 @@ on any number of ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,6 +19,7 @@ from pentamesh.errors import InputError
 from pentamesh.job.division import uneven_batch
 from pentamesh.run.data.order import Order, Row
 from pentamesh.run.data.samples import Samples
+from pentamesh.run.data.share import ALL, Share
 from pentamesh.run.data.stream import Stream
 
 __all__ = ["IGNORED", "Batches", "Micro", "collate", "held_out_batches"]
@@ -29,24 +31,14 @@ DUMMY_LEN = 2
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Where the samples of rows that hold several begin and end.
-
-    Shapes: positions [b, s], int64, of each token in its sample; bounds [number of documents + 1], int32: where each begins, and the last ends,
-    among all b * s tokens. Documents are the samples, and what pads a row.
-    """
-
-    positions: torch.Tensor
-    bounds: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Micro:
-    """One micro-batch of one rank.
+    """One micro-batch of one rank: its part of the tokens of each row.
 
-    Shapes: input_ids and labels [b, s], int64, padded on the right; a label is the next token where that is trained, else IGNORED. `packed` where
-    a row holds several samples.
-    Units: num_trained counts labels that are trained, num_tokens tokens that are not padding.
+    Shapes: input_ids and labels [b, s], int64, padded on the right; a label is the next token of the row where that is trained, else IGNORED.
+    `positions` [b, s] or [1, s], int64, are those of the tokens in their rows, or in their samples where rows hold several; None where they are 0 to
+    s - 1. `bounds` [number of documents + 1], int32, where rows hold several samples, says where each begins, and the last ends, among all tokens of
+    all whole rows; documents are the samples, and what pads a row.
+    Units: num_trained counts this rank's labels that are trained, num_tokens its tokens that are not padding.
 
     Under causal attention no token sees the padding to its right, so there is no mask.
     """
@@ -55,7 +47,8 @@ class Micro:
     labels: torch.Tensor
     num_trained: int
     num_tokens: int
-    packed: Packed | None = None
+    positions: torch.Tensor | None = None
+    bounds: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Micro:
         """The same on `device`; a copy to CUDA that shall not block goes through pinned memory."""
@@ -64,34 +57,59 @@ class Micro:
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=non_blocking)
 
-        packed = self.packed and Packed(moved(self.packed.positions), moved(self.packed.bounds))
-        return Micro(moved(self.input_ids), moved(self.labels), self.num_trained, self.num_tokens, packed)
+        return replace(self, **{name: moved(held) for name, held in vars(self).items() if isinstance(held, torch.Tensor)})
 
 
-def collate(samples: Samples | Stream, rows: Sequence[Row], seq_multiple: int = 1) -> Micro:
-    """The samples of each row one after the other, a row of none being without labels; padded to a multiple of `seq_multiple`."""
+def collate(samples: Samples | Stream, rows: Sequence[Row], share: Share = ALL) -> Micro:
+    """The samples of each row one after the other, a row of none being without labels; padded on the right so that it divides among ranks.
+
+    What follows a token is known of the whole row: labels are shifted before ranks share it.
+    """
     found = [[samples.sample(i) for i in row] for row in rows]
-    lengths = [sum(len(tokens) - 1 for tokens, _ in row) for row in found]
-    shape = (len(rows), -(-(max(lengths) or DUMMY_LEN) // seq_multiple) * seq_multiple)
-    input_ids, labels = np.full(shape, samples.pad_id, np.int64), np.full(shape, IGNORED, np.int64)
-    positions, bounds = np.empty(shape, np.int64), [0]
+    lengths = [[len(tokens) - 1 for tokens, _ in row] for row in found]
+    ends = np.array([sum(row) for row in lengths])
+    length = share.padded(int(ends.max()) or DUMMY_LEN)
+    here = share.places(length)
+    input_ids, labels = (column.take(here, axis=1) for column in _columns(found, length, samples.pad_id))
+    positions, bounds = here[np.newaxis] if share.cuts_rows else None, None
+    if any(len(row) > 1 for row in rows):
+        positions, bounds = _documents(lengths, length)
+        positions = positions.take(here, axis=1)
+    return Micro(
+        torch.from_numpy(input_ids),
+        torch.from_numpy(labels),
+        num_trained=int((labels != IGNORED).sum()),
+        num_tokens=int((here < ends[:, np.newaxis]).sum()),
+        positions=None if positions is None else torch.from_numpy(positions),
+        bounds=None if bounds is None else torch.from_numpy(bounds),
+    )
+
+
+def _columns(found: list[list[tuple[np.ndarray, np.ndarray]]], length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that the model reads of rows of samples, and the label of each. Shapes: [rows, length], int64."""
+    input_ids, labels = np.full((len(found), length), pad_id, np.int64), np.full((len(found), length), IGNORED, np.int64)
     for number, row in enumerate(found):
         at = 0
         for tokens, trained in row:
             here = slice(at, at + len(tokens) - 1)
             input_ids[number, here], labels[number, here] = tokens[:-1], np.where(trained[1:], tokens[1:], IGNORED)
-            positions[number, at:] = np.arange(shape[1] - at)
             at = here.stop
-            bounds.append(number * shape[1] + at)
-        positions[number, at:] = np.arange(shape[1] - at)
-        bounds.append((number + 1) * shape[1])
-    packed = Packed(torch.from_numpy(positions), torch.tensor(sorted(set(bounds)), dtype=torch.int32)) if any(len(row) > 1 for row in rows) else None
-    return Micro(torch.from_numpy(input_ids), torch.from_numpy(labels), int((labels != IGNORED).sum()), sum(lengths), packed)
+    return input_ids, labels
+
+
+def _documents(lengths: list[list[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of rows whose samples have these lengths, the positions of tokens in their documents, and the bounds of these."""
+    positions, bounds = np.empty((len(lengths), length), np.int64), {len(lengths) * length}
+    for number, row in enumerate(lengths):
+        for start in itertools.accumulate(row, initial=0):
+            positions[number, start:] = np.arange(length - start)
+            bounds.add(number * length + start)
+    return positions, np.array(sorted(bounds), np.int32)
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The micro-batches of one data rank. `num_rows_in_run` ends a run that is measured in epochs; what lies beyond has no labels.
+    """The micro-batches of one rank. `num_rows_in_run` ends a run that is measured in epochs; what lies beyond has no labels.
 
     Raises: InputError, when micro-batches on all ranks do not make up a global batch.
     """
@@ -100,14 +118,12 @@ class Batches:
     seed: int
     global_batch: int
     micro_batch: int
-    data_rank: int
-    data_degree: int
+    share: Share = ALL
     num_rows_in_run: int | None = None
-    seq_multiple: int = 1
     group_by_length: bool = False
 
     def __post_init__(self) -> None:
-        if found := uneven_batch(self.global_batch, self.micro_batch, self.data_degree):
+        if found := uneven_batch(self.global_batch, self.micro_batch, self.share.data_degree):
             raise InputError(found.what, where="batch.global_batch", hint=found.hint)
 
     @cached_property
@@ -119,13 +135,13 @@ class Batches:
     @property
     def num_micros(self) -> int:
         """Micro-batches a step, on each rank."""
-        return self.global_batch // (self.micro_batch * self.data_degree)
+        return self.global_batch // (self.micro_batch * self.share.data_degree)
 
     def step(self, consumed: int) -> list[Micro]:
         """The micro-batches of the step before which the run has consumed so many rows, over all ranks."""
         rows = self.rows(consumed)
-        firsts = range(self.data_rank * self.micro_batch, self.global_batch, self.data_degree * self.micro_batch)
-        return [collate(self.samples, rows[first : first + self.micro_batch], self.seq_multiple) for first in firsts]
+        firsts = range(self.share.data_rank * self.micro_batch, self.global_batch, self.share.data_degree * self.micro_batch)
+        return [collate(self.samples, rows[first : first + self.micro_batch], self.share) for first in firsts]
 
     def rows(self, consumed: int) -> list[Row]:
         """All rows of that step over all ranks, the longest first."""
@@ -136,9 +152,10 @@ class Batches:
         return [*self._order.rows(first, there), *[()] * (stop - there)]
 
 
-def held_out_batches(samples: Samples, micro_batch: int, data_rank: int, data_degree: int, seq_multiple: int = 1) -> Iterator[Micro]:
+def held_out_batches(samples: Samples, micro_batch: int, share: Share = ALL) -> Iterator[Micro]:
     """Every held-out sample once over all ranks, the longest first; every rank gets the same number of micro-batches, the last ones maybe empty."""
     rows: list[Row] = [(int(i),) for i in np.argsort(-samples.lengths, kind="stable")]
-    for first in range(data_rank * micro_batch, len(samples) + data_rank * micro_batch, micro_batch * data_degree):
+    before = share.data_rank * micro_batch
+    for first in range(before, len(samples) + before, micro_batch * share.data_degree):
         mine = rows[first : first + micro_batch]
-        yield collate(samples, [*mine, *[()] * (micro_batch - len(mine))], seq_multiple)
+        yield collate(samples, [*mine, *[()] * (micro_batch - len(mine))], share)
