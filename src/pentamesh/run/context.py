@@ -4,7 +4,7 @@ ring        every rank's keys and values are passed round, one neighbour on whil
 all_gather  all have all of them for the time of one attention
 ulysses     queries, keys and values are exchanged for a part of the heads over the whole row, and what was seen of them back
 
-Under the first two a rank has an early and a late run of the row, so that all have as many keys to look at; see `layout.split`.
+Under the first two a rank has an early and a late run of the row, so that all have as many keys to look at; `layout.split` says which.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName
 
+from pentamesh.layout.split import folded_chunk
 from pentamesh.run.world import World
 
 __all__ = ["Alone", "Context", "Way", "context_of", "exchanged", "given_back", "way"]
@@ -47,8 +48,7 @@ def context_of(world: World) -> Context | None:
 
 def runs_of(length: int, rank: int, degree: int) -> Runs:
     """The early and the late run of a row of which each of `degree` ranks has `length` tokens."""
-    half = length // 2
-    return tuple(range(at * half, (at + 1) * half) for at in (rank, 2 * degree - 1 - rank))
+    return tuple(range(start, start + size) for start, size in folded_chunk(length * degree, rank, degree))
 
 
 def way(how: str, group: str) -> Way:

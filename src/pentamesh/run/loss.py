@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from pentamesh.model.spec import ModelSpec
-from pentamesh.run.context import Context
+from pentamesh.run.context import context_of
 from pentamesh.run.data.batches import IGNORED, Micro
 from pentamesh.run.head import Targets
 from pentamesh.run.world import World
@@ -26,8 +26,8 @@ def weighted_loss(module: nn.Module, micro: Micro, model: ModelSpec, world: Worl
     given: dict[str, Any] = {"input_ids": micro.input_ids, "position_ids": _position_ids(micro, world), "use_cache": False}
     if micro.bounds is not None:
         given["documents"] = micro.bounds
-    if world.layout.mesh.cp > 1:
-        given["context"] = Context(world.layout.context, world.group(("cp",)).group_name)
+    if (context := context_of(world)) is not None:
+        given["context"] = context
     if model.is_described:
         return module(**given, labels=Targets(micro.labels.flatten(), micro.num_trained, weight)).loss
     assert micro.bounds is None, "attention that only its own code knows would look across samples"
