@@ -22,7 +22,7 @@ from pentamesh.model.families.gpt2 import DROPOUT
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import Kept, ModelSpec
 
-__all__ = ["Recompute", "Saved", "again", "block", "head", "kept", "local_bytes", "local_tokens", "logits", "scores"]
+__all__ = ["OF_MLP", "Recompute", "Saved", "Shapes", "again", "block", "head", "kept", "local_bytes", "local_tokens", "logits", "scores"]
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -43,7 +43,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class _Shapes:
+class Shapes:
     """Dims of one micro-batch over the whole mesh."""
 
     model: ModelSpec
@@ -53,6 +53,11 @@ class _Shapes:
 
     def __call__(self, *last: Dim) -> tuple[Dim, ...]:
         return (Dim("batch", self.micro_batch * self.layout.mesh.degree(*DATA_AXES)), Dim("seq", self.seq_len), *last)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether attention works on heads of whole rows."""
+        return self.layout.mesh.cp > 1 and self.layout.context == "ulysses"
 
     @property
     def hidden(self) -> Dim:
@@ -69,7 +74,7 @@ class _Shapes:
 
 def block(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str) -> tuple[Saved, ...]:
     """What one block keeps between its forward and its backward; of a model of no described family an estimate of its mean block."""
-    shapes, size = _Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
+    shapes, size = Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
     if model.kept is not None:
         return _estimated(model.kept, shapes, size)
     norm, mlp = (_layer_norm, _plain_mlp) if model.family == "gpt2" else (_norm, _mlp)
@@ -82,7 +87,7 @@ def kept(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compu
     """What a block keeps when backward computes nothing of it again, all but its matmuls and attention, or the whole of it."""
     if recompute == "none":
         return block(model, layout, micro_batch, seq_len, compute)
-    shapes, size = _Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
+    shapes, size = Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
     entered = Saved(ENTERED, shapes(shapes.hidden), Role.CARRY, size)
     return (entered, *(_dear(shapes, size) if recompute == "selective" else ()))
 
@@ -95,11 +100,13 @@ def again(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, comp
 
 def head(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str) -> tuple[Saved, ...]:
     """What is kept once per micro-batch beside the blocks: ids, labels, rotary tables and the final norm."""
-    shapes, size = _Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
-    ids = Saved("ids and labels", shapes(Dim("pair", 2)), Role.USE, _INT64)
+    shapes, size = Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
+    # Of a part of a row each token's position is told beside them.
+    alone = layout.mesh.cp == 1
+    ids = Saved("ids and labels", shapes(Dim("kinds", 2 if alone else 3)), Role.USE, _INT64)
     if model.family == "gpt2":
         return (ids, *_layer_norm("last stream", "final_norm", shapes, size))
-    rotary = ((Dim("seq", seq_len), Dim("head_dim", width)) for width in model.rotary)
+    rotary = ((Dim("seq", seq_len), width) if alone else shapes(width) for width in (Dim("head_dim", width) for width in model.rotary))
     tables = tuple(Saved(name, dims, Role.USE, size) for dims in rotary for name in ("cos", "sin"))
     return (ids, *tables, *_norm("last stream", "final_norm", shapes, size))
 
@@ -111,7 +118,7 @@ def logits(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, com
     no family describes, the logits of all tokens when backward leaves the loss: log-probabilities that log_softmax saved, the dense gradient of
     the picked ones and the gradient of the logits. Source: torch `cross_entropy` = log_softmax + nll_loss.
     """
-    shapes, size = _Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
+    shapes, size = Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
     wide, vocab = max(_FLOAT32, size), Dim("vocab", model.vocab)
     if not model.is_described:
         return tuple(Saved(name, shapes(vocab), Role.USE, wide) for name in ("log-probabilities", "their gradient", "gradient of logits"))
@@ -134,9 +141,12 @@ def scores(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, com
     nothing caps their scores, a GPU's kernel holds none."""
     if packed and kind == "cuda" and not model.score_cap and flash_knows(compute, model.head_dim):
         return 0
-    size, heads = ITEMSIZE[compute], (1 if packed else micro_batch) * -(-model.num_heads // layout.mesh.tp)
+    # Of context ranks those under Ulysses have a part of the heads; of keys one block after the other is there round a ring, and all where gathered.
+    size, cp = ITEMSIZE[compute], layout.mesh.cp
+    heads = (1 if packed else micro_batch) * -(-model.num_heads // (layout.mesh.tp * (cp if layout.context == "ulysses" else 1)))
+    length = -(-seq_len // cp) if layout.context == "ring" else seq_len
     windows = {window for window in model.windows if window and window < seq_len} | ({None} if model.score_cap or packed else set())
-    pieces = [math.prod(scores_at_once(heads, seq_len, window, kind)) for window in windows]
+    pieces = [math.prod(scores_at_once(heads, length, window, kind)) for window in windows]
     return max(pieces, default=0) * heads * ((4 if model.score_cap else 3) * max(_FLOAT32, size) + size)
 
 
@@ -150,7 +160,7 @@ def local_tokens(layout: Layout, micro_batch: int, seq_len: int) -> int:
     return micro_batch * -(-seq_len // layout.mesh.cp)
 
 
-def _norm(read: str, name: str, shapes: _Shapes, size: int) -> Iterator[Saved]:
+def _norm(read: str, name: str, shapes: Shapes, size: int) -> Iterator[Saved]:
     """An RMS norm of the stream: what it reads and 1/rms, and the output for the next matmul."""
     stream = shapes(shapes.hidden)
     yield Saved(read, stream, Role.CARRY, size)
@@ -158,21 +168,22 @@ def _norm(read: str, name: str, shapes: _Shapes, size: int) -> Iterator[Saved]:
     yield Saved(f"{name} output", stream, Role.USE, size)
 
 
-def _left(read: str, shapes: _Shapes, size: int) -> Iterator[Saved]:
+def _left(read: str, shapes: Shapes, size: int) -> Iterator[Saved]:
     """An RMS norm of what a sublayer leaves: what it reads and 1/rms; its output is added and forgotten."""
     yield Saved(read, shapes(shapes.hidden), Role.CARRY, size)
     yield Saved(f"{read} 1/rms", shapes(), Role.CARRY, max(_FLOAT32, size))
 
 
-def _layer_norm(read: str, name: str, shapes: _Shapes, size: int) -> Iterator[Saved]:
+def _layer_norm(read: str, name: str, shapes: Shapes, size: int) -> Iterator[Saved]:
     """A LayerNorm of the stream: its input, mean and 1/deviation, and the output for the next matmul."""
     yield Saved(read, shapes(shapes.hidden), Role.CARRY, size)
     yield Saved(f"{name} mean and 1/deviation", shapes(Dim("pair", 2)), Role.CARRY, size)
     yield Saved(f"{name} output", shapes(shapes.hidden), Role.USE, size)
 
 
-def _attention(shapes: _Shapes, size: int) -> Iterator[Saved]:
-    """Queries, keys and values after rotation, the output (which o_proj also reads) and the log-sum-exp."""
+def _attention(shapes: Shapes, size: int) -> Iterator[Saved]:
+    """Queries, keys and values after rotation, the output (which o_proj also reads) and the log-sum-exp; under Ulysses as heads of whole rows, and
+    what o_proj reads apart from these."""
     if any(".q_norm." in t.name for t in shapes.model.block):
         for name, dim, heads in (("q_norm", shapes.q, "heads"), ("k_norm", shapes.kv, "kv_heads")):
             yield Saved(f"{name} input", shapes(dim), Role.USE, size)
@@ -181,35 +192,44 @@ def _attention(shapes: _Shapes, size: int) -> Iterator[Saved]:
         # Its rotation reads each cosine twice in a row, anew in every block.
         for name in ("cos by pairs", "sin by pairs"):
             yield Saved(name, (Dim("seq", shapes.seq_len), Dim("head_dim", shapes.model.rotary[0])), Role.USE, size)
-    yield Saved("queries", shapes(shapes.q), Role.USE, size)
-    yield Saved("keys", shapes(shapes.kv), Role.USE, size)
-    if any(".qkv_proj." in t.name for t in shapes.model.block):
+    yield Saved("queries", shapes(shapes.q), Role.ATTEND, size)
+    yield Saved("keys", shapes(shapes.kv), Role.ATTEND, size)
+    if any(".qkv_proj." in t.name for t in shapes.model.block) and not shapes.exchanges:
         # Values are a view of what was projected as one.
         for name, dim in (("projected queries", shapes.q), ("projected keys", shapes.kv)):
             yield Saved(name, shapes(dim), Role.USE, size)
-    yield Saved("values", shapes(shapes.kv), Role.USE, size)
-    yield Saved("attention output", shapes(shapes.q), Role.USE, size)
-    yield Saved("log-sum-exp", shapes(Dim("heads", shapes.model.num_heads)), Role.USE, _FLOAT32)
+    yield Saved("values", shapes(shapes.kv), Role.ATTEND, size)
+    yield from _attended(shapes, size)
+    if shapes.exchanges:
+        yield Saved("output exchanged back", shapes(shapes.q), Role.USE, size)
 
 
-def _dear(shapes: _Shapes, size: int) -> Iterator[Saved]:
+def _attended(shapes: Shapes, size: int) -> Iterator[Saved]:
+    """What attention gives: its output, and the log-sum-exp of each query's scores."""
+    yield Saved("heads of whole rows" if shapes.exchanges else "attention output", shapes(shapes.q), Role.ATTEND, size)
+    yield Saved("log-sum-exp", shapes(Dim("heads", shapes.model.num_heads)), Role.ATTEND, _FLOAT32)
+
+
+def _dear(shapes: Shapes, size: int) -> Iterator[Saved]:
     """What matmuls and attention gave, whether or not backward asks for it: the recomputation has it from here."""
     model = shapes.model
     if model.kept is not None:
         yield Saved("beside matmuls", shapes(Dim("matmuls", model.kept.by_matmuls)), Role.USE, size)
     else:
         # Without rotation, attention reads what was projected.
-        queries, keys = ("queries", "keys") if model.learns_positions else ("projected queries", "projected keys")
-        for name, dim in ((queries, shapes.q), (keys, shapes.kv), ("values", shapes.kv), ("attention output", shapes.q)):
-            yield Saved(name, shapes(dim), Role.USE, size)
+        as_read = model.learns_positions and not shapes.exchanges
+        queries, keys = ("queries", "keys") if as_read else ("projected queries", "projected keys")
+        values = "projected values" if shapes.exchanges else "values"
+        for name, dim in ((queries, shapes.q), (keys, shapes.kv), (values, shapes.kv)):
+            yield Saved(name, shapes(dim), Role.USE if name.startswith("projected") else Role.ATTEND, size)
+        yield from _attended(shapes, size)
         for name in ("up",) if model.family == "gpt2" else ("gate", "up"):
             yield Saved(name, shapes(Dim("ffn", model.ffn)), Role.USE, size)
-    yield Saved("log-sum-exp", shapes(Dim("heads", model.num_heads)), Role.USE, _FLOAT32)
     for name in ("attention projected", "MLP projected"):
         yield Saved(name, shapes(shapes.hidden), Role.USE, size)
 
 
-def _estimated(kept: Kept, shapes: _Shapes, size: int) -> tuple[Saved, ...]:
+def _estimated(kept: Kept, shapes: Shapes, size: int) -> tuple[Saved, ...]:
     """By widths alone: what matmuls read and write, norms as transformers writes them out, and the log-sum-exp of attention."""
     matmuls, norms, heads = Dim("matmuls", kept.by_matmuls), Dim("norms", kept.by_norms), Dim("heads", shapes.model.num_heads)
     return (
@@ -220,7 +240,7 @@ def _estimated(kept: Kept, shapes: _Shapes, size: int) -> tuple[Saved, ...]:
     )
 
 
-def _mlp(shapes: _Shapes, size: int) -> Iterator[Saved]:
+def _mlp(shapes: Shapes, size: int) -> Iterator[Saved]:
     """A gated MLP: gate, up, and the product that down_proj reads."""
     for name in ("gate", "up", "product"):
         yield Saved(name, shapes(Dim("ffn", shapes.model.ffn)), Role.USE, size)
@@ -231,14 +251,18 @@ def _mlp(shapes: _Shapes, size: int) -> Iterator[Saved]:
 _KEPT_BY = {"gelu_new": ("up", "half of up", "tanh", "1 + tanh"), "relu": ()}
 
 
-def _plain_mlp(shapes: _Shapes, size: int) -> Iterator[Saved]:
+# What the MLP keeps beside what it reads; its backward has let go of these when that of attention begins.
+OF_MLP = frozenset(("gate", "up", "product", "half of up", "tanh", "1 + tanh", "activated"))
+
+
+def _plain_mlp(shapes: Shapes, size: int) -> Iterator[Saved]:
     """An MLP without a gate: what its activation function keeps, and what the second matmul reads."""
     function = shapes.model.config.get("activation_function", "gelu_new")
     for name in (*_KEPT_BY.get(function, ("up",)), "activated"):
         yield Saved(name, shapes(Dim("ffn", shapes.model.ffn)), Role.USE, size)
 
 
-def _dropped(shapes: _Shapes) -> Iterator[Saved]:
+def _dropped(shapes: Shapes) -> Iterator[Saved]:
     """One byte for each element that dropout may drop of what a sublayer leaves; attention draws its own again. Source: torch `native_dropout`."""
     if shapes.model.family == "gpt2" and shapes.model.config.get("resid_pdrop", DROPOUT["resid_pdrop"]):
         for name in ("attention dropped", "MLP dropped"):

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pentamesh.cost import activations
+from pentamesh.cost.context import copying_bytes
 from pentamesh.cost.holding import Holding, widths
 from pentamesh.job.device import Device, host_bytes_per_s
 from pentamesh.job.job import Batch
@@ -167,7 +168,11 @@ def _blocks_s(held: Holding, precision: Precision, micro_batch: int, seq_len: in
     attention_s = sum(of_layer * count for of_layer, count in _attention_s(held, micro_batch, seq_len, peak, device))
     saved = activations.local_bytes(activations.block(model, held.layout, micro_batch, seq_len, precision.compute), held.layout)
     traffic_s = TRAFFIC_PER_SAVED_BYTE * saved * held.stage_num_layers(0) / (device.memory_bytes_per_s * reach.memory)
-    meeting_s = _meeting_bytes(held, precision, micro_batch, seq_len) * held.stage_num_layers(0) / (device.memory_bytes_per_s * reach.memory)
+    meeting_s = (
+        copying_bytes(model, held.layout, micro_batch, seq_len, precision.compute)
+        * held.stage_num_layers(0)
+        / (device.memory_bytes_per_s * reach.memory)
+    )
     return tokens * share * (matmul / reach.matmul / peak + attention_s) + meeting_s, traffic_s
 
 
@@ -190,25 +195,6 @@ def _layer_attention_s(held: Holding, micro_batch: int, seq_len: int, window: in
     scores = model.num_heads * scores_at_once(heads, seq_len, window, device.kind)[1] / (1 if window else 2)
     traffic = TRAFFIC_PER_SCORE["capped" if model.score_cap else "plain"] * scores
     return FLOP_PER_SCORE * model.head_dim * scores / reach.matmul / peak + traffic / (device.memory_bytes_per_s * reach.memory)
-
-
-def _meeting_bytes(held: Holding, precision: Precision, micro_batch: int, seq_len: int) -> float:
-    """What context ranks read and write of their memory in one layer, forward and backward, so as to meet each other's keys: counted, operand by
-    operand.
-
-    A ring adds the output for each block of keys to a sum in float32, and backward the gradients of queries, keys and values. Of gathered keys the
-    gradient is whole, in float32, and cast. Ulysses orders what it sends by ranks and what comes by tokens: queries, keys, values and the output.
-    """
-    layout, model, size, wide = held.layout, held.model, ITEMSIZE[precision.compute], ITEMSIZE["float32"]
-    if layout.mesh.cp == 1:
-        return 0.0
-    tokens = activations.local_tokens(layout, micro_batch, seq_len) / layout.mesh.tp
-    queries, pairs = tokens * model.num_heads * model.head_dim, 2 * tokens * model.num_kv_heads * model.head_dim
-    return {
-        "ring": layout.mesh.cp * (2 * wide + size) * (2 * queries + pairs),
-        "all_gather": layout.mesh.cp * (2 * wide + size) * pairs,
-        "ulysses": 2 * 4 * size * (2 * queries + pairs),
-    }[layout.context]
 
 
 @lru_cache(maxsize=256)

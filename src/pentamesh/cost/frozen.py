@@ -93,7 +93,7 @@ def _conditions(of: _Block, model: ModelSpec) -> dict[str, bool]:
         found |= dict.fromkeys((f"{letter}_norm input", f"{letter}_norm 1/rms"), of.gives(letter))
     found |= dict.fromkeys(("cos by pairs", "sin by pairs"), of.gives("q") or of.gives("k"))
     found |= dict.fromkeys(("queries", "keys", "values", "projected queries", "projected keys", "log-sum-exp"), mixed)
-    found["attention output"] = mixed or of.tensors[out].trained
+    found |= {"attention output": mixed or of.tensors[out].trained, "heads of whole rows": mixed, "output exchanged back": of.tensors[out].trained}
     found |= dict.fromkeys(("attention projected", "attention projected 1/rms"), left)
     found |= dict.fromkeys(("MLP projected", "MLP projected 1/rms"), of.passes(len(of.tensors) - 1))
     found |= dict.fromkeys(("gate", "up", "half of up", "tanh", "1 + tanh"), gated)

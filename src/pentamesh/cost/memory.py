@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pentamesh.cost import activations
+from pentamesh.cost.context import meeting
 from pentamesh.cost.frozen import blocks_bytes
 from pentamesh.cost.holding import NF4_BYTES, Holding, resting, states
 from pentamesh.cost.needs import Memory, Range, Stage, Verdict
@@ -62,18 +63,20 @@ ESTIMATED = Range(0.8, 1.0, 1.3)
 
 
 class _Moment(NamedTuple):
-    """What is alive at one moment, in bytes. `working` is gathered, cast or unreduced parameters; the last three come and go."""
+    """What is alive at one moment, in bytes. `working` is gathered, cast or unreduced parameters, `context` what attention holds for the sake of
+    other context ranks; the last four come and go."""
 
     weights: int
     gradients: int
     optimizer: int
     working: int
     activations: int = 0
+    context: int = 0
     logits: int = 0
 
     @property
     def passing(self) -> int:
-        return self.working + self.activations + self.logits
+        return self.working + self.activations + self.context + self.logits
 
     @property
     def total(self) -> int:
@@ -95,7 +98,8 @@ class _Rank:
         """Backward turns activations into gradients block by block, so that it is fullest at its first block or at its last; where it comes to none,
         the forward of a block is."""
         blocks = (self._backward(self._layers), self._backward(1)) if self._layers else (self._forward(),)
-        return (self._loss(), *blocks, self._end_of_backward(), self._update())
+        meeting = (self._meeting(self._layers), self._meeting(1)) if self._layers and self._layout.mesh.cp > 1 else ()
+        return (self._loss(), *blocks, *meeting, self._end_of_backward(), self._update())
 
     # Sizes
 
@@ -268,9 +272,12 @@ class _Rank:
         gate and up, forward these themselves."""
         model, compute = self.held.model, self._compute
         tokens = activations.local_tokens(self._layout, *self._shape)
-        narrow = (self.precision.compute, self.kind)
-        scores = activations.scores(model, self._layout, *self._shape, *narrow, packed=self.policy.packed) if model.is_described else 0
-        return scores + tokens * (3 * compute * model.ffn // self._layout.mesh.tp + (2 * compute + ITEMSIZE["float32"]) * model.hidden)
+        return self._scores + tokens * (3 * compute * model.ffn // self._layout.mesh.tp + (2 * compute + ITEMSIZE["float32"]) * model.hidden)
+
+    @property
+    def _scores(self) -> int:
+        model, narrow = self.held.model, (self.precision.compute, self.kind)
+        return activations.scores(model, self._layout, *self._shape, *narrow, packed=self.policy.packed) if model.is_described else 0
 
     @property
     def _logits(self) -> int:
@@ -299,6 +306,13 @@ class _Rank:
         working = self._used(layers) + self._unreduced(layers) + self._one_block()
         return self._moment(self._gradients(layers), working, activations=self._activations(layers) + self._block_working_set)
 
+    def _meeting(self, layers: int) -> _Moment:
+        """The backward of the attention of that block, whose MLP has gone back."""
+        mlp = 0 if self.policy.recompute == "selective" else self._saved(_of_mlp)
+        passing = self._activations(layers) + self._saved(activations.again, self.policy.recompute) - mlp + self._scores
+        whole = self._backward(layers)
+        return whole._replace(activations=passing, context=self._saved(meeting, backward=True))
+
     def _end_of_backward(self) -> _Moment:
         """The root's gradients, complete only now, are cast and reduced as one; DDP reduces them in its buckets, where they lie."""
         if not self._layout.cuts_state:
@@ -315,6 +329,11 @@ class _Rank:
     @property
     def _rounding(self) -> int:
         return ROUNDING_COPIES * ITEMSIZE["float32"] * min(self.held.largest_tensor_numel, ROUNDED_AT_ONCE[self.kind])
+
+
+def _of_mlp(*asked: Any) -> tuple[activations.Saved, ...]:
+    """Of what a block keeps, or has computed again, what its MLP does."""
+    return tuple(saved for saved in activations.block(*asked) if saved.name in activations.OF_MLP)
 
 
 @lru_cache(maxsize=4096)

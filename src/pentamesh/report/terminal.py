@@ -34,6 +34,7 @@ _PARTS = {
     "optimizer": "optimizer state",
     "working": "gathered, cast or unreduced",
     "activations": "activations",
+    "context": "keys of other context ranks",
     "logits": "logits and loss",
     "copy": "checkpoint on its way to disk",
     "framework": "CUDA context and NCCL",
