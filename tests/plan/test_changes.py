@@ -48,11 +48,20 @@ def test_a_shorter_sequence_where_states_fit() -> None:
     assert planned("llama-3.1-8b", "8xRTX-5090", batch=batch | {"seq_len": 2 * shorter}, layout=full).verdict == "does_not_fit"
 
 
-def test_tensor_parallel_where_data_alone_does_not_do() -> None:
+def test_context_parallel_where_data_alone_does_not_do() -> None:
     """Sequences that no card holds the activations of are cut inside the node, if nobody has said how to shard."""
     found = planned("llama-3.1-8b", "8xH100", batch={"global_batch": 8, "seq_len": 131072})
     assert (found.verdict, found.strategy) == ("fits", "multi_axis")
-    assert found.layout.mesh.tp > 1
+    assert found.layout.mesh.cp > 1
+
+
+def test_context_parallel_where_the_request_rules_it_out() -> None:
+    batch = {"global_batch": 8, "seq_len": 262144}
+    found = planned("llama-3.1-8b", "8xH100", batch=batch, layout={"shard": "parameters"})
+    assert found.verdict == "does_not_fit"
+    degree = int(change(found, "layout.context: ").removeprefix("layout.context: ").split(" ")[0])
+    assert planned("llama-3.1-8b", "8xH100", batch=batch, layout={"shard": "parameters", "context": degree}).verdict != "does_not_fit"
+    assert planned("llama-3.1-8b", "8xH100", batch=batch, layout={"shard": "parameters", "context": degree // 2}).verdict == "does_not_fit"
 
 
 def test_what_the_request_rules_out_comes_first() -> None:

@@ -79,10 +79,10 @@ def test_tensor_parallel() -> None:
 
 def test_every_axis_says_what_it_cuts() -> None:
     found = {row[0]: row for row in axes(read_model("llama-3.1-70b")).rows}
-    assert {"data, DDP", "data, full shard", "tensor", "pipeline", "context, ring", "context, Ulysses"} <= found.keys()
+    assert {"data, DDP", "data, full shard", "tensor", "pipeline", "context, ring", "context, gathered", "context, Ulysses"} <= found.keys()
     assert found["pipeline"][4] < found["tensor"][4] / 100  # a whisper
     refused = axes(read_model("llama-3.1-70b"), degree=16)
-    assert any("tensor = 16 does not divide kv_heads = 8" in note for note in refused.notes)
+    assert any("context = 16 does not divide kv_heads = 8" in note for note in refused.notes)
 
 
 def test_what_strategies_send() -> None:

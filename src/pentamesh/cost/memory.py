@@ -97,9 +97,10 @@ class _Rank:
     def moments(self) -> tuple[_Moment, ...]:
         """Backward turns activations into gradients block by block, so that it is fullest at its first block or at its last; where it comes to none,
         the forward of a block is."""
-        blocks = (self._backward(self._layers), self._backward(1)) if self._layers else (self._forward(),)
-        meeting = (self._meeting(self._layers), self._meeting(1)) if self._layers and self._layout.mesh.cp > 1 else ()
-        return (self._loss(), *blocks, *meeting, self._end_of_backward(), self._update())
+        blocks = [self._backward(layers) for layers in (self._layers, 1)] if self._layers else [self._forward()]
+        if self._layout.mesh.cp > 1 and self._layers:
+            blocks += [self._meeting(block, layers) for block, layers in zip(blocks, (self._layers, 1), strict=True)]
+        return (self._loss(), *blocks, self._end_of_backward(), self._update())
 
     # Sizes
 
@@ -306,12 +307,11 @@ class _Rank:
         working = self._used(layers) + self._unreduced(layers) + self._one_block()
         return self._moment(self._gradients(layers), working, activations=self._activations(layers) + self._block_working_set)
 
-    def _meeting(self, layers: int) -> _Moment:
-        """The backward of the attention of that block, whose MLP has gone back."""
+    def _meeting(self, block: _Moment, layers: int) -> _Moment:
+        """The backward of the attention of that block, when its MLP has gone back."""
         mlp = 0 if self.policy.recompute == "selective" else self._saved(_of_mlp)
         passing = self._activations(layers) + self._saved(activations.again, self.policy.recompute) - mlp + self._scores
-        whole = self._backward(layers)
-        return whole._replace(activations=passing, context=self._saved(meeting, backward=True))
+        return block._replace(activations=passing, context=self._saved(meeting, backward=True))
 
     def _end_of_backward(self) -> _Moment:
         """The root's gradients, complete only now, are cast and reduced as one; DDP reduces them in its buckets, where they lie."""

@@ -126,6 +126,7 @@ _AXES: tuple[tuple[str, dict[str, Any], dict[str, Any], str, str], ...] = (
     ("tensor, sequence", {"tp": 1}, {"sequence_parallel": True}, "matrices, and the stream between blocks", "inside a node"),
     ("pipeline", {"pp": 1}, {}, "the layers", "between nodes"),
     ("context, ring", {"cp": 1}, {"context": "ring"}, "the tokens of a sequence", "next to tensor"),
+    ("context, gathered", {"cp": 1}, {"context": "all_gather"}, "the tokens of a sequence", "next to tensor"),
     ("context, Ulysses", {"cp": 1}, {"context": "ulysses"}, "tokens, and heads inside attention", "next to tensor"),
 )
 

@@ -72,9 +72,10 @@ def _given(asked: LayoutRequest) -> LayoutRequest:
 
 
 def _degrees(job: Job, hardware: Hardware, axes: Sequence[str]) -> Iterator[LayoutRequest]:
-    """The request with its degrees filled in: the data axes alone first, then tensor inside a node and pipeline, where they were left open.
+    """The request with its degrees filled in: the data axes alone first, then tensor and context inside a node, and pipeline, where they were open.
 
-    With them goes what makes them worth their while: sequence parallel, and an optimizer cut over the data axis (full shard under tensor alone).
+    With them goes what makes them worth their while: sequence parallel, and an optimizer cut over the data and context axes (full shard without
+    pipeline).
     """
     asked, alone = job.layout, _given(job.layout)
     yield alone
@@ -83,26 +84,21 @@ def _degrees(job: Job, hardware: Hardware, axes: Sequence[str]) -> Iterator[Layo
     fixed = fixed or (asked.activation_checkpointing == "none" and job.method != "pretrain")
     if not axes or fixed or job.method not in ("full", "pretrain"):
         return
-    most = {"tensor": hardware.devices_per_node, "pipeline": min(hardware.num_devices, 16)}
-    tensors, pipelines = ([getattr(asked, axis)] if getattr(asked, axis) else _powers_of_two(most[axis] if axis in axes else 1) for axis in most)
-    for tensor, pipeline in itertools.product(tensors, pipelines):
-        degrees = {"tensor": tensor, "pipeline": pipeline, "sequence_parallel": asked.sequence_parallel or tensor > 1}
-        used = tensor * pipeline * (alone.context or 1)
-        if (tensor, pipeline) == (alone.tensor, alone.pipeline) or hardware.num_devices % used:
+    inside = hardware.devices_per_node // (asked.tensor or 1)
+    most = {"tensor": hardware.devices_per_node, "pipeline": min(hardware.num_devices, 16), "context": inside}
+    open_degrees = ([getattr(asked, axis)] if getattr(asked, axis) else _powers_of_two(most[axis] if axis in axes else 1) for axis in most)
+    for tensor, pipeline, context in itertools.product(*open_degrees):
+        degrees = {"tensor": tensor, "pipeline": pipeline, "context": context, "sequence_parallel": asked.sequence_parallel or tensor > 1}
+        used = tensor * pipeline * context
+        if used == (alone.tensor or 1) * (alone.pipeline or 1) * (alone.context or 1) or hardware.num_devices % used:
             continue
-        shards = (
-            [asked.shard]
-            if asked.shard != "auto"
-            else ["none"]
-            if used == hardware.num_devices
-            else ["optimizer", "parameters"][: 3 - min(pipeline, 2)]
-        )
-        for shard in shards:
+        cut = ["none"] if tensor * pipeline == hardware.num_devices else ["optimizer", "parameters"][: 3 - min(pipeline, 2)]
+        for shard in cut if asked.shard == "auto" else [asked.shard]:
             yield alone.model_copy(update=degrees | {"shard": shard})
 
 
 def _powers_of_two(most: int) -> list[int]:
-    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+    return [2**i for i in range(max(1, most).bit_length()) if 2**i <= max(1, most)]
 
 
 class _Cut(NamedTuple):

@@ -135,10 +135,22 @@ def _length(job: Job, asked: _Asked) -> Iterator[str]:
         layout = job.layout.model_copy(update={"activation_offload": True, "activation_checkpointing": "full"})
         sentence = "layout.activation_offload: true (inputs of recomputed blocks wait in host memory)"
         yield from asked.tried(job.model_copy(update={"layout": layout}), sentence)
+    yield from _context(job, asked)
     if job.batch.micro_batch > 1:
         batch = job.batch.model_copy(update={"micro_batch": 1})
         yield from asked.tried(job.model_copy(update={"batch": batch}), "micro_batch = 1, with more accumulation")
     yield from asked.shortened(job)
+
+
+def _context(job: Job, asked: _Asked) -> Iterator[str]:
+    """The smallest context degree inside a node."""
+    free = job.layout.model_copy(update={"data": None, "replicate": None})
+    for degree in (2**i for i in range(1, asked.hardware.devices_per_node.bit_length())):
+        layout = free.model_copy(update={"context": degree})
+        found = list(asked.tried(job.model_copy(update={"layout": layout}), f"layout.context: {degree} (each sequence cut over {degree} GPUs)"))
+        if job.layout.context is None and found:
+            yield from found
+            return
 
 
 def _more(job: Job, asked: _Asked) -> Iterator[str]:

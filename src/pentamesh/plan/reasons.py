@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from pentamesh.cost.holding import widths
+from pentamesh.cost.needs import BEST_FIRST
 from pentamesh.cost.predict import Prediction
+from pentamesh.job.division import CONTEXT_WAYS
 from pentamesh.job.precision import ITEMSIZE
+from pentamesh.layout.legal import problems
+from pentamesh.layout.mesh import Layout
 from pentamesh.layout.stages import stage_layers
 from pentamesh.model.roles import Role
 from pentamesh.units import format_bytes, format_count, format_seconds
 
-__all__ = ["NAMES", "reasons", "why_not"]
+__all__ = ["NAMES", "WAYS", "reasons", "why_not"]
 
 NAMES = {
     "ddp": "DDP",
@@ -21,6 +26,9 @@ NAMES = {
     "hybrid_shard": "hybrid shard",
     "multi_axis": "several axes",
 }
+
+# How context ranks attend, by the value of `layout.context_attention`.
+WAYS = {"ring": "keys passed round a ring", "all_gather": "keys gathered on each", "ulysses": "heads exchanged for tokens"}
 
 # What pre-training over many axes reaches when all is tuned: 38-43% for 405B on 8,192 to 16,384 H100. Source: Llama 3 (arXiv 2407.21783), table 4.
 GOOD_MFU = 0.4
@@ -35,6 +43,7 @@ def reasons(chosen: Prediction, found: Sequence[Prediction]) -> tuple[str, ...]:
         *_states(chosen, found),
         *_copies(chosen, found),
         *_stages(chosen),
+        *_context(chosen, found),
         *_recompute(chosen, found),
         *_offload(chosen),
         *_async_tensor(chosen),
@@ -150,6 +159,30 @@ def _stages(p: Prediction) -> Iterator[str]:
     if p.precision.name == "bf16" and not held.layout.cuts_state:
         kept = format_bytes(MEGATRON_BYTES_A_PARAMETER * numel)
         yield f"the fullest {_rank(p)} holds {format_count(numel)} parameters at 16 bytes; Megatron-LM keeps bf16 weights beside, 18 bytes: {kept}"
+
+
+def _context(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
+    """How context ranks attend, and what the other ways would take."""
+    layout = chosen.held.layout
+    if layout.mesh.cp == 1:
+        return
+    said = f"each sequence is cut over {layout.mesh.cp} {_rank(chosen)}s, with {WAYS[layout.context]}"
+    others = [other for way in CONTEXT_WAYS if way != layout.context for other in _other_way(chosen, replace(layout, context=way), found)]
+    yield "; ".join((said, *others))
+
+
+def _other_way(chosen: Prediction, layout: Layout, found: Sequence[Prediction]) -> Iterator[str]:
+    """What a layout that differs in how it attends would take, or why it cannot be; nothing where nobody asked."""
+    twins = [p for p in found if p.held.layout == layout]
+    if wrong := problems(chosen.held.model, layout, chosen.batch):
+        yield f"not with {WAYS[layout.context]}: {wrong[0].what}"
+    elif twins:
+        best = min(twins, key=lambda p: (BEST_FIRST.index(p.verdict), p.time.step_s.expected))
+        fits = BEST_FIRST.index(best.verdict) <= BEST_FIRST.index(chosen.verdict)
+        takes = (
+            f"{format_seconds(best.time.step_s.expected)} a step" if fits else f"up to {format_bytes(best.memory.peak_bytes.high)} a {_rank(best)}"
+        )
+        yield f"with {WAYS[layout.context]} it takes {takes}"
 
 
 def _recompute(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:

@@ -43,19 +43,18 @@ def plan(
 ) -> Plan:
     """The judged and chosen layout of `job`; what the request fixes is judged as it is, the rest is chosen.
 
-    `trained_only` chooses among what is trained so far: the data axes and tensor, the latter for models without fused tensors. When nothing fits, the
+    `trained_only` chooses among what is trained so far: data, tensor and context. When nothing fits, the
     plan is the best attempt, with the changes that would fit.
     Raises InputError when the request cannot be laid out at all.
     """
     found = list(judged(job, model, hardware))
     # More axes are machinery: they are judged where pre-training may want them, or where the data axes do not do.
-    axes = _axes(model, trained_only=trained_only)
-    if axes and (job.method == "pretrain" or all(p.verdict == "does_not_fit" for p in found)):
+    fits = any(p.verdict != "does_not_fit" for p in found)
+    for axes in _axes(model, job.method, fits=fits, trained_only=trained_only):
         found += judged(job, model, hardware, axes, besides={p.held.layout for p in found})
     chosen = _choose(found)
     memory = _with_copy(job, chosen)
     decided = verdict(memory) if job.checkpoint.asynchronous is True else chosen.verdict
-    fits = decided != "does_not_fit"
     return Plan(
         job=job,
         model=model_facts(model),
@@ -72,7 +71,7 @@ def plan(
         mfu=chosen.mfu,
         reasons=reasons(chosen, found),
         alternatives=_alternatives(chosen, found),
-        changes_that_fit=() if fits else changes_that_fit(job, model, hardware, found),
+        changes_that_fit=() if decided != "does_not_fit" else changes_that_fit(job, model, hardware, found),
         overrides=overrides or {},
         parent=parent,
     )
@@ -86,14 +85,15 @@ def _with_copy(job: Job, chosen: Prediction) -> Memory:
     return copied(chosen.memory, copy_bytes(chosen.held, chosen.precision), chosen.hardware.device.kind, kept.asynchronous)
 
 
-def _axes(model: ModelSpec, *, trained_only: bool) -> tuple[str, ...]:
-    """The axes beside data whose degrees are open where the request leaves them so."""
-    if not model.is_described:
-        return ()  # its dims have no names to cut
-    if not trained_only:
-        return ("tensor", "pipeline")
+def _axes(model: ModelSpec, method: str, *, fits: bool, trained_only: bool) -> Iterator[tuple[str, ...]]:
+    """The axes beside data whose degrees are open, some together, where the request leaves them so; `fits` says whether data alone does."""
+    if not model.is_described or (fits and method != "pretrain"):
+        return  # its dims have no names to cut, or nothing is to be gained
     # With tensor comes sequence parallel, which a stream that positions are added to is not trained with.
-    return () if model.learns_positions else ("tensor",)
+    if not (trained_only and model.learns_positions):
+        yield ("tensor",) if trained_only else ("tensor", "pipeline")
+    if not fits:
+        yield ("context",)
 
 
 def judged(

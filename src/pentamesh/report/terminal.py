@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pentamesh.layout.mesh import AXES
 from pentamesh.plan.plan import Plan, Range
-from pentamesh.plan.reasons import NAMES
+from pentamesh.plan.reasons import NAMES, WAYS
 from pentamesh.units import format_bytes, format_count, format_flop_per_s, format_seconds
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ _RECOMPUTED = {
 def _layout(plan: Plan) -> str:
     """`dp_shard 8, blocks recomputed, gathered again for backward, reduced each micro-batch`."""
     policy, said = plan.policy, [str(plan.layout.mesh)]
+    if plan.layout.mesh.cp > 1:
+        said.append(WAYS[plan.layout.context])
     said.append(_RECOMPUTED[policy.recompute] + (" from inputs kept on the host" if policy.offload else ""))
     if plan.layout.cuts_weights:
         gathered = "gathered once a step" if policy.keep_gathered else "gathered again for backward" if policy.reshard else "gathered until backward"
@@ -178,7 +180,7 @@ def _name(layout: dict[str, Any]) -> str:
     """`full shard, recomputed`; beyond the data axes the degrees, with what is cut over the data axes."""
     name = NAMES[layout["strategy"]]
     if layout["strategy"] == "multi_axis":
-        degrees = [f"{axis} {layout[axis]}" for axis in (*AXES, "ep") if layout[axis] > 1]
+        degrees = [f"{axis} {layout[axis]}" + (f" ({layout['context']})" if axis == "cp" else "") for axis in (*AXES, "ep") if layout[axis] > 1]
         name = " x ".join(degrees) + ("" if layout["shard"] == "none" else f", shard: {layout['shard']}")
     return name + {"none": "", "selective": ", partly recomputed", "full": ", recomputed"}[layout["recompute"]]
 
