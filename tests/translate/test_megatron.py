@@ -192,6 +192,12 @@ def test_what_is_not_said_is_as_in_megatron() -> None:
     assert job.batch.global_batch == 8
 
 
+@pytest.mark.parametrize(("word", "way"), [("p2p", "ring"), ("allgather", "all_gather"), ("all_gather", "all_gather"), ("a2a", "ulysses")])
+def test_how_context_ranks_meet(word: str, way: str) -> None:
+    found = planned(f"{LLAMA_8B} --context-parallel-size 4 --cp-comm-type {word}", "8xH200")
+    assert (found.layout.mesh.cp, found.layout.context) == (4, way)
+
+
 # Refused
 
 
@@ -227,6 +233,10 @@ def test_refused_flags_give_the_reason(flag: str) -> None:
         ("--hidden-dropout much", "--hidden-dropout", "is not a number of at least 0"),
         ("--adam-beta1 nan", "--adam-beta1", "is not a number of at least 0"),
         ("--num-atention-heads 4", "--num-atention-heads", "is not a flag that is understood here"),
+        ("--context-parallel-size 2 --cp-comm-type a2a+p2p", "--cp-comm-type", "a2a+p2p is no way in which context ranks meet"),
+        ("--context-parallel-size 2 --cp-comm-type p2p a2a", "the command line", "'a2a' belongs to no flag"),
+        ("--cp-comm-type p2p", "--cp-comm-type", "no context degree is given"),
+        ("--context-parallel-size 2", "layout.context", "drops 10% of attention's weights at random"),
         ("rows.jsonl", "the command line", "'rows.jsonl' belongs to no flag"),
         ("--seq-length", "--seq-length", "expected one argument"),
     ],

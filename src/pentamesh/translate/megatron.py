@@ -25,7 +25,7 @@ from pentamesh.model.families import describe
 from pentamesh.model.spec import ModelSpec
 from pentamesh.translate.flags import Setting, given_value, settings
 from pentamesh.translate.megatron_model import architecture, count, number
-from pentamesh.translate.megatron_words import ADAM, DEFAULTS, FLAGS, ON_GPU, REFUSED, parser_of
+from pentamesh.translate.megatron_words import ADAM, CONTEXT, DEFAULTS, FLAGS, ON_GPU, REFUSED, parser_of
 
 __all__ = ["Pretraining", "read_flags"]
 
@@ -108,7 +108,7 @@ def _hardware(given: argparse.Namespace) -> Hardware:
 
 def _settings(given: argparse.Namespace, hardware: Hardware | None) -> list[Setting]:
     """What flags set, and what Megatron-LM would without them."""
-    said = [*settings(given, FLAGS), *_optimizer(given), *_board(given)]
+    said = [*settings(given, FLAGS), *_context(given), *_optimizer(given), *_board(given)]
     keys = {key for _, key, _ in said}
     assumed = [("Megatron-LM's default", key, value) for key, value in DEFAULTS.items() if key not in keys]
     if "batch.global_batch" not in keys and hardware:
@@ -136,6 +136,11 @@ def _optimizer(given: argparse.Namespace) -> Iterator[Setting]:
         yield "--min-lr", "optimizer.min_lr_ratio", lowest / peak
 
 
+def _context(given: argparse.Namespace) -> Iterator[Setting]:
+    if (way := CONTEXT.get(given_value(given, "--cp-comm-type"))) is not None:
+        yield "--cp-comm-type", "layout.context_attention", way
+
+
 def _board(given: argparse.Namespace) -> Iterator[Setting]:
     if given_value(given, "--tensorboard-dir") is not None:
         yield "--tensorboard-dir", "logging.tensorboard", True
@@ -159,6 +164,9 @@ def _wrong(given: argparse.Namespace, hardware: Hardware | None) -> Iterator[Pro
             yield Problem(reason, flag, hint)
     if given_value(given, "--seq-length") is None:
         yield Problem("--seq-length is missing", "--seq-length", "Megatron-LM needs it too")
+    if (way := given_value(given, "--cp-comm-type")) not in (None, *CONTEXT):
+        hint = f"use one of {', '.join(CONTEXT)}, for all layers"
+        yield Problem(f"--cp-comm-type {way} is no way in which context ranks meet here", "--cp-comm-type", hint)
     yield from _numbers(given)
     yield from _recompute(given)
     yield from _kernels(given, hardware)

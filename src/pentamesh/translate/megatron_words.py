@@ -7,7 +7,7 @@ import argparse
 from pentamesh.translate.flags import Flag, declare
 from pentamesh.translate.megatron_model import COUNTS, NUMBERS, SWITCHES, WORDS
 
-__all__ = ["ADAM", "DEFAULTS", "FLAGS", "ON_GPU", "REFUSED", "parser_of"]
+__all__ = ["ADAM", "CONTEXT", "DEFAULTS", "FLAGS", "ON_GPU", "REFUSED", "parser_of"]
 
 FLAGS = (
     Flag("--tensor-model-parallel-size", "layout.tensor", "tensor degree", metavar="N"),
@@ -51,6 +51,8 @@ DEFAULTS = {
     "training.seed": 1234,
 }
 ADAM = {"--adam-beta1": 0.9, "--adam-beta2": 0.999}
+# How context ranks meet each other's keys, by its words. Source: Megatron-LM, training/arguments.py and transformer_config.py.
+CONTEXT = {"p2p": "ring", "allgather": "all_gather", "all_gather": "all_gather", "a2a": "ulysses"}
 # What only a GPU has, and what a plan for one makes of it.
 ON_GPU = {
     "--use-flash-attn": "attention is planned as torch's fused kernel: FlashAttention on this GPU",
@@ -72,6 +74,10 @@ REFUSED = {
     "--tokenizer-model": _TOKENIZER,
     "--vocab-file": _TOKENIZER,
     "--merge-file": _TOKENIZER,
+    "--hierarchical-context-parallel-sizes": (
+        "context ranks meet in one way: heads are not exchanged in a node and keys passed between nodes",
+        "leave it out",
+    ),
     "--num-workers": ("rows are tokenised before the first step and then read from memory: there are no workers", "leave it out"),
 }
 
@@ -90,6 +96,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
         parser.add_argument(name, dest=name, metavar="NAME", help=" | ".join(words))
     for name, default in ADAM.items():
         parser.add_argument(name, dest=name, metavar="X", help=f"decay of a moment; {default:g}")
+    parser.add_argument("--cp-comm-type", dest="--cp-comm-type", metavar="NAME", help=f"{' | '.join(CONTEXT)}; chosen when not given")
     parser.add_argument("--min-lr", dest="--min-lr", metavar="X", help="learning rate at the end; 0")
     parser.add_argument("--recompute-method", dest="--recompute-method", metavar="NAME", help="uniform: every block of its own")
     parser.add_argument("--recompute-num-layers", dest="--recompute-num-layers", metavar="N", help="1: every block of its own")
