@@ -1,4 +1,5 @@
-"""The proofs can fail: each rule of tensor parallel, of windows, caps, documents and norms, broken in turn, shows in the quantity that it decides."""
+"""The proofs can fail: each rule of tensor and context parallel, of windows, caps, documents and norms, broken in turn, shows in the quantity that it
+decides."""
 
 from __future__ import annotations
 
@@ -9,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from pentamesh.layout.mesh import Layout, Mesh, Shard
+from pentamesh.layout.mesh import DATA_AXES, TOKEN_AXES, Layout, Mesh, Shard
 from pentamesh.layout.policy import Policy
-from pentamesh.run import attention, head, loss, partial, step, tensor
+from pentamesh.run import attention, blocks, context, head, loss, partial, place, step, tensor
+from pentamesh.run.data import batches
+from pentamesh.run.data.batches import IGNORED, Micro
+from pentamesh.run.data.share import Share
 from pentamesh.run.verify import Outcome, Trial, errors, outcome
+from pentamesh.run.world import World
 from pentamesh.run.worlds import run_world
 from tests.proof.toys import TOYS
 
@@ -28,10 +33,11 @@ class Mutation:
     mesh: Mesh = field(default_factory=lambda: Mesh(tp=2))
     shard: Shard = "none"
     in_a_row: int = 1
+    context: Any = "ring"
 
     @property
     def trial(self) -> Trial:
-        layout = Layout(self.mesh, self.shard, sequence_parallel=self.sequence)
+        layout = Layout(self.mesh, self.shard, sequence_parallel=self.sequence, context=self.context)
         ranks = self.mesh.dp_replicate * self.mesh.dp_shard
         return Trial(TOYS[self.toy], layout, Policy(2, 2), global_batch=4 * ranks, num_steps=2, in_a_row=self.in_a_row)
 
@@ -95,18 +101,92 @@ def head_of_its_own_part() -> None:
     put(head, "_Part", lambda low, count, group, cap: own(low, count, None, cap))
 
 
+def reads(broken: Callable[[Micro], Micro]) -> Callable[[], None]:
+    """A rank's part of each row is changed before it is computed."""
+
+    def breaks() -> None:
+        own = batches.collate
+        put(batches, "collate", lambda *given: broken(own(*given)))
+
+    return breaks
+
+
+def labels_of_the_part(micro: Micro) -> Micro:
+    """Shifted after the cut: what follows a token is the next that its rank has."""
+    return replace(micro, labels=micro.input_ids.roll(-1, 1).where(micro.labels != IGNORED, IGNORED))
+
+
+def tokens_as_under(context: Any) -> Callable[[], None]:
+    """Attention goes one way, and tokens lie as they do for another."""
+
+    def breaks() -> None:
+        own = Share.places
+        put(Share, "places", lambda share, length: own(replace(share, layout=replace(share.layout, context=context)), length))
+
+    return breaks
+
+
+def ring_turns_the_other_way() -> None:
+    own = context.dist.get_global_rank
+    put(context.dist, "get_global_rank", lambda group, at: own(group, (2 * group.rank() - at) % group.size()))
+
+
+def keys_in_the_order_of_ranks() -> None:
+    put(context.Gathered, "_in_order", lambda _, parts: list(parts))
+
+
+def blocks_without_their_weights() -> None:
+    def added(out: torch.Tensor, sums: torch.Tensor, seen: torch.Tensor, seen_sums: torch.Tensor) -> None:
+        out.add_(seen)
+        sums.copy_(torch.logaddexp(sums, seen_sums))
+
+    put(blocks, "_join", added)
+
+
+def gradients_of_keys_stay(way: Any) -> Callable[[], None]:
+    """Each rank keeps for its own keys what its own queries give them."""
+
+    def own_part(held: Any, key: torch.Tensor, value: torch.Tensor, gradients: Any) -> Any:
+        given, *_ = [gradients(*turn) for turn in held.turns(key, value)]
+        return [held._of(held.group.rank(), t, key.shape[2]) for t in given] if way is context.Gathered else given
+
+    return lambda: put(way, "home", own_part)
+
+
+def heads_are_not_exchanged() -> None:
+    put(context, "_all_to_all", lambda _, parts: list(parts))
+
+
+def loss_of_its_own_tokens() -> None:
+    own = World.sum
+
+    def summed(world: World, values: Any, axes: tuple[str, ...]) -> list[float]:
+        return own(world, values, DATA_AXES if axes == TOKEN_AXES and isinstance(values[0], float) else axes)
+
+    put(World, "sum", summed)
+
+
+def no_copies_over_context() -> None:
+    put(place, "COPY_AXES", ("dp_replicate",))
+
+
+def norm_of_its_own_shares() -> None:
+    own = step.norm_axes
+    put(step, "norm_axes", lambda *given: tuple(axis for axis in own(*given) if axis != "cp"))
+
+
 def cap_without_slope() -> None:
     put(torch.Tensor, "square_", torch.Tensor.zero_)
 
 
 def sees_beyond_the_window() -> None:
-    own = attention._Scores.seen
-    put(attention._Scores, "seen", lambda s, piece, device: own(replace(s, window=None), piece, device))
+    own = attention.Scoring
+    put(attention, "Scoring", lambda scale, _, cap: own(scale, None, cap))
 
 
 def sees_other_documents() -> None:
-    own = attention._documents
-    put(attention, "_documents", lambda query, _: own(query, None))
+    own = attention.documents_of
+    put(attention, "documents_of", lambda _, *shape: own(None, *shape))
 
 
 def own_token_count() -> None:
@@ -118,6 +198,7 @@ def norm_counts_copies() -> None:
     put(step, "shared_by", lambda *_: 1)
 
 
+CONTEXT = Mesh(cp=2)
 MUTATIONS = {
     "no partial gradients are summed": Mutation(no_partial_sums, "gradient"),
     "those of norms of a stream that is cut are not": Mutation(partial_sums_but_over(("tp",)), "gradient", "llama", sequence=True),
@@ -134,6 +215,23 @@ MUTATIONS = {
     "documents are not looked at": Mutation(sees_other_documents, "loss", in_a_row=3),
     "a rank divides by its own tokens": Mutation(own_token_count, "gradient", mesh=Mesh(dp_shard=2), shard="parameters"),
     "the norm counts shared key heads twice": Mutation(norm_counts_copies, "norm", mesh=Mesh(tp=4)),
+    "labels are shifted after rows are cut": Mutation(reads(labels_of_the_part), "loss", mesh=CONTEXT),
+    "and over heads exchanged": Mutation(reads(labels_of_the_part), "loss", mesh=CONTEXT, context="ulysses"),
+    "positions count from a rank's first token": Mutation(reads(lambda micro: replace(micro, positions=None)), "gradient", mesh=CONTEXT),
+    "a ring is given one run of tokens a rank": Mutation(tokens_as_under("ulysses"), "loss", mesh=CONTEXT),
+    "Ulysses is given two": Mutation(tokens_as_under("ring"), "loss", mesh=CONTEXT, context="ulysses"),
+    "a ring turns the other way": Mutation(ring_turns_the_other_way, "loss", mesh=Mesh(cp=4)),
+    "what is seen in parts is added up unweighted": Mutation(blocks_without_their_weights, "loss", mesh=CONTEXT),
+    "a ring leaves gradients of keys where they are": Mutation(gradients_of_keys_stay(context.Ring), "gradient", mesh=CONTEXT),
+    "gathered keys keep theirs": Mutation(gradients_of_keys_stay(context.Gathered), "gradient", mesh=CONTEXT, context="all_gather"),
+    "gathered keys stand in the order of ranks": Mutation(keys_in_the_order_of_ranks, "loss", mesh=CONTEXT, context="all_gather"),
+    "heads are not exchanged": Mutation(heads_are_not_exchanged, "loss", mesh=CONTEXT, context="ulysses"),
+    "windows across ranks are not looked at": Mutation(sees_beyond_the_window, "loss", "gemma3", mesh=CONTEXT),
+    "documents across ranks are not": Mutation(sees_other_documents, "loss", mesh=CONTEXT, in_a_row=3),
+    "a context rank divides by its own tokens": Mutation(own_token_count, "gradient", mesh=CONTEXT),
+    "and sums its own losses": Mutation(loss_of_its_own_tokens, "loss", mesh=CONTEXT),
+    "and keeps its own gradients": Mutation(no_copies_over_context, "gradient", mesh=CONTEXT),
+    "and its own part of the norm": Mutation(norm_of_its_own_shares, "norm", mesh=CONTEXT, shard="parameters"),
 }
 
 
