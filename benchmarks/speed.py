@@ -1,7 +1,8 @@
 """`python benchmarks/speed.py`: steps of `pentamesh train` beside those of a minimal loop written by hand, on two processes of this machine.
 
 By hand means torch's own parts as its tutorials put them together: DistributedDataParallel, fully_shard block by block, or parallelize_module with a
-plan for every projection and a loss over a vocabulary that is cut.
+plan for every projection and a loss over a vocabulary that is cut. torch's own context parallel has no CPU path: by hand each rank has one half of a
+row, gathers the keys and values of both by `all_gather_single_autograd`, and torch's fused attention masks those that lie ahead.
 
 Both sides train the same 512-wide, 8-layer Llama on the same tokens in the same processes, one step of each in turn, so that what else the
 machine does falls on both alike. What is compared is the median over such pairs of the ratio of their speeds; its quartiles say how noisy the
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -19,21 +21,22 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from pentamesh.job.hardware import read_hardware
-from pentamesh.job.job import Batch, Job, LayoutRequest, Model
+from pentamesh.job.job import Batch, ContextWay, Job, LayoutRequest, Model
 from pentamesh.job.precision import PRECISIONS
-from pentamesh.layout.mesh import Shard
+from pentamesh.layout.mesh import Layout, Mesh, Shard
 from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan
 from pentamesh.run.data.batches import Micro
+from pentamesh.run.data.share import Share
 from pentamesh.run.initial import drawing
 from pentamesh.run.optim import adamw
 from pentamesh.run.peak import count_allocations, measured_peak
@@ -42,7 +45,7 @@ from pentamesh.run.step import Trainee, take_step
 from pentamesh.run.world import World, join
 from pentamesh.run.worlds import run_world
 
-RANKS, SEQ_LEN, MICRO_BATCH = 2, 512, 2
+RANKS = 2
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 8192,
@@ -51,7 +54,7 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": 8,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
-    "max_position_embeddings": SEQ_LEN,
+    "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
@@ -72,8 +75,18 @@ class Case:
         return self.strategy.startswith("tensor")
 
     @property
+    def context(self) -> ContextWay | None:
+        """How rows are shared, where they are."""
+        return next((way for way in get_args(ContextWay) if self.strategy == f"context_{way}"), None)
+
+    @property
     def data_ranks(self) -> int:
-        return 1 if self.is_tensor else RANKS
+        return 1 if self.is_tensor or self.context else RANKS
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Rows of a micro-batch, and tokens of each: 1,024 tokens in all, and more where ranks share them."""
+        return (1, 4096) if self.context else (2, 512)
 
 
 CASES = (
@@ -84,15 +97,22 @@ CASES = (
     Case("full_shard", 4, "each", 1.12),
     Case("tensor", 1, "once", 0.97),
     Case("tensor_sequence", 1, "once", 0.97),
+    Case("context_ring", 1, "once", 0.97),
+    Case("context_all_gather", 1, "once", 0.97),
+    Case("context_ulysses", 1, "once", 0.97),
 )
 MOST_MEMORY = 1.05
 
 
-def micros(rank: int, grad_accum: int, seed: int) -> list[Micro]:
-    """The same full sequences for both sides."""
-    draw = torch.Generator().manual_seed(1000 * seed + rank)
-    rows = [torch.randint(0, CONFIG["vocab_size"], (MICRO_BATCH, SEQ_LEN + 1), generator=draw) for _ in range(grad_accum)]
-    return [Micro(row[:, :-1].contiguous(), row[:, 1:].contiguous(), MICRO_BATCH * SEQ_LEN, MICRO_BATCH * SEQ_LEN) for row in rows]
+def micros(case: Case, share: Share, seed: int) -> list[Micro]:
+    """The same full sequences for both sides, of each what `share` says is this rank's."""
+    draw, (batch, length) = torch.Generator().manual_seed(1000 * seed + share.data_rank), case.rows
+    here, found = torch.from_numpy(share.places(length)), []
+    for _ in range(case.grad_accum):
+        row = torch.randint(0, CONFIG["vocab_size"], (batch, length + 1), generator=draw)
+        ids, labels = (t[:, here] for t in (row[:, :-1], row[:, 1:]))
+        found.append(Micro(ids, labels, ids.numel(), ids.numel(), here.unsqueeze(0)))
+    return found
 
 
 # Ours
@@ -101,10 +121,11 @@ def micros(rank: int, grad_accum: int, seed: int) -> list[Micro]:
 def planned(model: ModelSpec, folder: Path, case: Case) -> Plan:
     """What `pentamesh train` would run on two processes of this machine."""
     shard: Shard = "parameters" if case.strategy == "full_shard" else "none"
+    batch, length = case.rows
     job = Job(
         model=Model(name=str(folder)),
         method="pretrain",
-        batch=Batch(seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, global_batch=MICRO_BATCH * case.grad_accum * case.data_ranks),
+        batch=Batch(seq_len=length, micro_batch=batch, global_batch=batch * case.grad_accum * case.data_ranks),
         precision="fp32",
         hardware=f"{RANKS}xCPU",
         # At accumulation 1 both free gathered blocks between forward and backward; with accumulation the choice is what is measured.
@@ -113,6 +134,8 @@ def planned(model: ModelSpec, folder: Path, case: Case) -> Plan:
             reshard_after_forward=True if shard == "parameters" and case.grad_accum == 1 else "auto",
             tensor=RANKS if case.is_tensor else 1,
             sequence_parallel=case.strategy == "tensor_sequence",
+            context=RANKS if case.context else 1,
+            context_attention=case.context or "auto",
         ),
     )
     return plan(job, model, read_hardware(job.hardware), trained_only=True)
@@ -126,7 +149,7 @@ def ours(case: Case, folder: Path, world_of: Callable[[Plan], World]) -> tuple[S
     parameters = parameters_of(module)
     trainee = Trainee(module, parameters, adamw(parameters, model, chosen.job.optimizer, precision, world, 0), model, chosen.policy, world)
     count = iter(range(10**9))
-    return lambda: take_step(trainee, micros(world.share.data_rank, case.grad_accum, next(count)), 1.0).loss, chosen
+    return lambda: take_step(trainee, micros(case, world.share, next(count)), 1.0).loss, chosen
 
 
 # By hand
@@ -137,14 +160,17 @@ def by_hand(case: Case, folder: Path) -> Step:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(folder)
     config.use_cache = False
-    module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    attention = "by_hand" if case.context else "sdpa"
+    ALL_ATTENTION_FUNCTIONS.register("by_hand", _gathered_attention)
+    module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     if case.is_tensor:
         _parallelize(module, sequence=case.strategy == "tensor_sequence")
-    elif case.strategy == "ddp":
+    elif case.strategy == "ddp" or case.context:
         module = DistributedDataParallel(module, gradient_as_bucket_view=True, static_graph=case.grad_accum == 1)
     else:
         for layer in module.model.layers:
@@ -155,10 +181,11 @@ def by_hand(case: Case, folder: Path) -> Step:
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
     groups: list[dict[str, Any]] = [{"params": kind} for kind in _kinds(module.parameters())]
     optimizer = torch.optim.AdamW(groups, lr=2e-5, betas=(0.9, 0.95), fused=True)
-    count = iter(range(10**9))
+    count, mesh = iter(range(10**9)), Mesh(cp=RANKS) if case.context else Mesh(tp=RANKS) if case.is_tensor else Mesh(dp_replicate=RANKS)
+    share = Share(Layout(mesh, context="ulysses"), dist.get_rank())  # halves of rows, not folded
 
     def step() -> float:
-        rows, total = micros(0 if case.is_tensor else dist.get_rank(), case.grad_accum, next(count)), 0.0
+        rows, total = micros(case, share, next(count)), 0.0
         for index, row in enumerate(rows):
             last = index == len(rows) - 1
             total += _backward(module, row, case, last)
@@ -168,6 +195,18 @@ def by_hand(case: Case, folder: Path) -> Step:
         return total
 
     return step
+
+
+def _gathered_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+    """Of one half of each row, with the keys and values of both."""
+    from torch.distributed._functional_collectives import all_gather_single_autograd
+
+    length = query.shape[2]
+    group: Any = dist.group.WORLD
+    asked, given = (all_gather_single_autograd(t.contiguous(), 2, group) for t in (key, value))
+    behind = torch.arange(RANKS * length) <= torch.arange(length).unsqueeze(1) + dist.get_rank() * length
+    out = nn.functional.scaled_dot_product_attention(query, asked, given, attn_mask=behind)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _parallelize(module: Any, *, sequence: bool) -> None:
@@ -224,7 +263,7 @@ def _backward(module: Any, row: Micro, case: Case, last: bool) -> float:
         module.set_requires_gradient_sync(sync)
     own = loss_parallel() if case.is_tensor else module.no_sync() if case.strategy == "ddp" and not sync else nullcontext()
     with own:
-        logits = module(input_ids=row.input_ids, position_ids=torch.arange(SEQ_LEN).unsqueeze(0)).logits
+        logits = module(input_ids=row.input_ids, position_ids=row.positions).logits
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), row.labels.flatten()) / case.grad_accum
         loss.backward()
     return float(loss.detach())
@@ -273,7 +312,7 @@ def measure(case: Case, folder: Path, num_pairs: int) -> dict[str, Any]:
     seconds, policy = run_world(pairs, RANKS, case, folder, num_pairs, timeout_s=3600)[0]
     ratios = sorted(hand / own for own, hand in seconds)
     quartiles = statistics.quantiles(ratios, n=4)
-    tokens = case.data_ranks * MICRO_BATCH * SEQ_LEN * case.grad_accum
+    tokens = case.data_ranks * math.prod(case.rows) * case.grad_accum
     own_peak, hand_peak = (max(run_world(peak, RANKS, case, folder, side, timeout_s=600)) for side in ("ours", "hand"))
     return asdict(case) | {
         "policy": policy,
@@ -298,7 +337,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     machine = {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
-    print(f"{RANKS} processes, fp32, sequence {SEQ_LEN}, micro-batch {MICRO_BATCH}, {machine}")
+    print(f"{RANKS} processes, fp32, {machine}")
     rows = []
     for case in CASES:
         if given.only and given.only not in f"{case.strategy}-{case.grad_accum}-{case.hand}":
@@ -307,7 +346,7 @@ def main() -> int:
         rows.append(row)
         low, high = row["speed_ratio_quartiles"]
         print(
-            f"{case.strategy:15} accumulation {case.grad_accum}, by hand reduced {case.hand:4}: "
+            f"{case.strategy:18} {case.rows[0]} x {case.rows[1]} tokens, accumulation {case.grad_accum}, by hand reduced {case.hand:4}: "
             f"{row['ours_tokens_per_s']:6.0f} against {row['hand_tokens_per_s']:6.0f} tok/s = {row['speed_ratio']:.3f}x "
             f"(quartiles {low:.3f}-{high:.3f}; at least {case.least_speed}), memory {row['memory_ratio']:.3f}x (at most {MOST_MEMORY})",
             flush=True,
