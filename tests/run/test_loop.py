@@ -159,6 +159,22 @@ def test_tensor_parallel_trains_as_data_parallel_does(tmp_path: Path) -> None:
     assert losses["sequence"] == pytest.approx(losses["data"], rel=1e-5)
 
 
+@pytest.mark.parametrize(("how", "shard", "packing"), [("ring", "parameters", True), ("all_gather", "none", False), ("ulysses", "optimizer", False)])
+def test_context_parallel_trains_as_data_parallel_does(how: str, shard: str, packing: bool, tmp_path: Path) -> None:
+    """Losses, also held-out ones, of as many data ranks without it; the planned collectives; and a run that was stopped, bit for bit."""
+    changes: dict[str, Any] = {"layout__shard": shard, "batch__packing": packing}
+    data = trained(toy.job(tmp_path / "data", **changes))
+    changes |= {"layout__context": 2, "layout__context_attention": how, "hardware": "4xCPU"}
+    whole, job = trained(toy.job(tmp_path / "whole", **changes)), toy.job(tmp_path / "halves", **changes)
+    trained(job, Options(stop_at=4))
+    halves = trained(job, Options(resume=True))
+    assert all(json.loads(folder.receipt.read_text())["ledger_equal"] is True for folder in (whole, halves))
+    assert contents(whole.checkpoints / "step-00000006") == contents(halves.checkpoints / "step-00000006")
+    for name in ("loss", "held_out_loss", "grad_norm", "tokens", "consumed_samples"):
+        expected, found = ([row[name] for row in metrics(folder) if name in row] for folder in (data, whole))
+        assert found == (pytest.approx(expected, rel=2e-5) if name.endswith(("loss", "norm")) else expected)
+
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 8, "sliding_window": 16, "pad_token_id": None},
     "gemma3_text": {"head_dim": 8, "sliding_window": 16, "sliding_window_pattern": 2, "num_key_value_heads": 1, "pad_token_id": None},
