@@ -56,6 +56,10 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "ddp 2 x tp 2": (Layout(Mesh(dp_replicate=2, tp=2)), {}),
     "full 2 x tp 2": (Layout(Mesh(dp_shard=2, tp=2), "parameters", sequence_parallel=True), {"reduce": "each"}),
     "tp 4": (Layout(Mesh(tp=4)), {}),
+    "cp 2": (Layout(Mesh(cp=2)), {}),
+    "cp 2, sharded": (Layout(Mesh(cp=2), "parameters", context="ulysses"), {}),
+    "full 2 x cp 2": (Layout(Mesh(dp_shard=2, cp=2), "parameters"), {}),
+    "cp 2 x tp 2": (Layout(Mesh(cp=2, tp=2), sequence_parallel=True), {}),
 }
 GLOBAL_BATCH, MICRO_BATCH, SEED, BEFORE = 8, 2, 5, 2
 DIGEST = "made up"
@@ -198,10 +202,9 @@ def loaded(folders: dict[str, Path], toy: str, name: str, precision: str) -> dic
 
 
 def taken_up(world: World, mesh: Mesh) -> bool:
-    """Whether this rank's random state is to be the saved one, as many ranks read data and cut tensors; it is that, or the one of a new seed."""
+    """Whether this rank's random state is to be the saved one, since as many read rows, share them and cut tensors; it is that, or a new seed's."""
     state = random_state(world)[f"rng.{world.rank}"]
-    here = world.layout.mesh
-    same = (mesh.degree("dp_replicate", "dp_shard"), mesh.tp) == (here.degree("dp_replicate", "dp_shard"), here.tp)
+    same = all(mesh.degree(*axes) == world.layout.mesh.degree(*axes) for axes in (("dp_replicate", "dp_shard"), ("cp",), ("tp",)))
     seed_anew(*((1, 2) if same else (SEED, BEFORE)), world.rank)
     assert torch.equal(state, torch.get_rng_state())
     return same
@@ -215,13 +218,13 @@ def spoil(trainee: Trainee) -> None:
 
 
 CASES = [(toy, precision, name) for toy, precision in (("llama", "fp32"), ("phi3", "fp32"), ("llama", "bf16-pure")) for name in LAYOUTS]
-FEW = ("one", "zero1 4", "full 2", "full 2 x tp 2")
+FEW = ("one", "zero1 4", "full 2", "full 2 x tp 2", "cp 2 x tp 2")
 
 
 def kept(case: tuple[str, str, str]) -> bool:
-    """Every layout loads for one family; of the other two what cuts over tensor ranks, from a few."""
+    """Every layout loads for one family; of the other two what cuts over tensor ranks and what cuts over context ranks, from a few."""
     toy, precision, name = case
-    return (toy, precision) == ("llama", "fp32") or name == "full 2 x tp 2"
+    return (toy, precision) == ("llama", "fp32") or name in ("full 2 x tp 2", "full 2 x cp 2")
 
 
 def ranks_of(name: str) -> int:
