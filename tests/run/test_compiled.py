@@ -15,8 +15,9 @@ from pentamesh.run.ledger import differences
 from pentamesh.run.verify import Outcome, Trial, errors, outcome, predicted_ledger
 from pentamesh.run.world import join
 from pentamesh.run.worlds import run_world
+from tests.proof.test_context import trial_on
 from tests.proof.test_tensor import tensor_trial
-from tests.proof.toys import TOYS, trial
+from tests.proof.toys import TOYS, reduced, trial
 
 
 def counted(wanted: Trial) -> tuple[Outcome, int, int]:
@@ -39,13 +40,26 @@ DDP, TENSOR = (
     trial("llama", "ddp", 2, 1, compile=True, recompute="selective"),
     tensor_trial(TOYS["llama-untied"], Mesh(tp=2), "parameters", True, grad_accum=1, compile=True, recompute="full"),
 )
+RING, ALL_GATHER, ULYSSES = (
+    trial_on(TOYS["llama-untied"], Mesh(cp=2), shard, False, how, grad_accum=1, compile=True, recompute=recompute)
+    for how, shard, recompute in (("ring", "none", "selective"), ("all_gather", "parameters", "none"), ("ulysses", "parameters", "full"))
+)
+CASES = {
+    "ddp": (DDP, "fp32"),
+    "ddp, cast": (DDP, "bf16"),
+    "tensor and sequence": (TENSOR, "fp32"),
+    "ring": (RING, "fp32"),
+    "all-gather": (ALL_GATHER, "fp32"),
+    "Ulysses": (ULYSSES, "fp32"),
+}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("case", "precision"), [(DDP, "fp32"), (DDP, "bf16"), (TENSOR, "fp32")], ids=["ddp", "ddp, cast", "tensor and sequence"])
-def test_compiled_is_eager(case: Trial, precision: str) -> None:
+@pytest.mark.parametrize("name", reduced(CASES, lambda name: name not in ("all-gather", "Ulysses")))
+def test_compiled_is_eager(name: str) -> None:
     """In bf16 fused kernels round less often than eager ones: there only the graphs and what moves are held."""
     _has_compiler()
+    case, precision = CASES[name]
     wanted = replace(case, precision=precision, global_batch=case.policy.micro_batch * case.layout.mesh.degree(*DATA_AXES))
     found, graphs, breaks = run_world(counted, 2, wanted, timeout_s=500)[0]
     eager = run_world(outcome, 2, replace(wanted, policy=replace(wanted.policy, compile=False)))[0]
