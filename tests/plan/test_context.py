@@ -79,6 +79,18 @@ def test_long_sequences_are_cut_inside_a_node_where_nothing_is_said() -> None:
     assert all(a.layout["cp"] == 1 for a in short.alternatives)
 
 
+def test_fewer_sequences_than_ranks_are_told_to_be_cut() -> None:
+    with pytest.raises(InputError, match=r"use global_batch = 8, or cut each sequence over several ranks \(layout.context\)"):
+        planned(asked(batch={"global_batch": 1, "seq_len": 524288}))
+
+
+def test_context_is_not_tried_where_states_fit_no_gpu() -> None:
+    """They are cut over data as far."""
+    found = planned(asked("llama-3.1-70b", batch={"global_batch": 8, "seq_len": 131072}))
+    assert found.verdict == "does_not_fit"
+    assert all(a.layout["cp"] == 1 for a in found.alternatives)
+
+
 def test_a_model_that_cannot_be_cut_along_a_sequence_is_judged_as_ever() -> None:
     job = Job.model_validate({"model": {"name": "gpt2"}, "batch": {"global_batch": 512, "micro_batch": 512, "seq_len": 1024}})
     assert planned(job, "1xRTX-4090").layout.mesh.cp == 1

@@ -135,7 +135,8 @@ def _exchanged(asked: _Asked) -> Iterator[Problem]:
 def _batch(asked: _Asked) -> Iterator[Problem]:
     batch, ranks = asked.batch, asked.layout.mesh.degree(*DATA_AXES)
     if found := uneven_batch(batch.global_batch, batch.micro_batch, ranks):
-        yield Problem(found.what, "batch.global_batch", found.hint)
+        few = batch.global_batch < batch.micro_batch * ranks and asked.model.is_described
+        yield Problem(found.what, "batch.global_batch", found.hint + (", or cut each sequence over several ranks (layout.context)" if few else ""))
 
 
 _RULES = (_described, _tensor, _pipeline, _experts, _sequence, _dropped, _exchanged, _batch)

@@ -43,14 +43,13 @@ def plan(
 ) -> Plan:
     """The judged and chosen layout of `job`; what the request fixes is judged as it is, the rest is chosen.
 
-    `trained_only` chooses among what is trained so far: data, tensor and context. When nothing fits, the
-    plan is the best attempt, with the changes that would fit.
+    `trained_only` chooses among what is trained so far: data, tensor and context. When nothing fits, the plan is the best attempt, with the changes
+    that would fit.
     Raises InputError when the request cannot be laid out at all.
     """
     found = list(judged(job, model, hardware))
     # More axes are machinery: they are judged where pre-training may want them, or where the data axes do not do.
-    fits = any(p.verdict != "does_not_fit" for p in found)
-    for axes in _axes(model, job.method, fits=fits, trained_only=trained_only):
+    for axes in _axes(job, model, found, trained_only=trained_only):
         found += judged(job, model, hardware, axes, besides={p.held.layout for p in found})
     chosen = _choose(found)
     memory = _with_copy(job, chosen)
@@ -85,14 +84,17 @@ def _with_copy(job: Job, chosen: Prediction) -> Memory:
     return copied(chosen.memory, copy_bytes(chosen.held, chosen.precision), chosen.hardware.device.kind, kept.asynchronous)
 
 
-def _axes(model: ModelSpec, method: str, *, fits: bool, trained_only: bool) -> Iterator[tuple[str, ...]]:
-    """The axes beside data whose degrees are open, some together, where the request leaves them so; `fits` says whether data alone does."""
-    if not model.is_described or (fits and method != "pretrain"):
+def _axes(job: Job, model: ModelSpec, alone: Sequence[Prediction], *, trained_only: bool) -> Iterator[tuple[str, ...]]:
+    """The axes beside data whose degrees are open where the request leaves them so, some together; `alone` is what data alone comes to."""
+    fits = any(p.verdict != "does_not_fit" for p in alone)
+    if not model.is_described or (fits and job.method != "pretrain"):
         return  # its dims have no names to cut, or nothing is to be gained
+    # Context cuts what passes; what rests is cut by data as far.
+    has_room = any(p.memory.states_bytes < p.memory.usable_bytes for p in alone)
     # With tensor comes sequence parallel, which a stream that positions are added to is not trained with.
     if not (trained_only and model.learns_positions):
         yield ("tensor",) if trained_only else ("tensor", "pipeline")
-    if not fits:
+    if has_room and not fits:
         yield ("context",)
 
 
