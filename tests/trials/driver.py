@@ -1,6 +1,7 @@
 """A rank of `pentamesh train` that ends itself by SIGKILL: `torchrun driver.py PHASE NTH RANK DELAY_S HEARD JOB [flags]`.
 
-That rank writes each phase that it begins, with its thread, to the file HEARD, so that whoever started it can see in which one it died.
+That rank writes each phase that it begins, with its thread, to the file HEARD, so that whoever started it can see in which one it died. Without a
+delay it dies where the phase begins, before anything of it is done, which cannot be too late.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def main() -> None:
 
 
 class _Killer:
-    """Counts phases; when its own comes, lets it go on for a moment and ends this process."""
+    """Counts phases; when its own comes, lets it go on for a moment, or not at all, and ends this process."""
 
     def __init__(self, phase: str, nth: int, delay_s: float, heard: Path) -> None:
         self.phase, self.left, self.delay_s = phase, nth, delay_s
@@ -37,7 +38,10 @@ class _Killer:
         self.left -= phase == self.phase
         if phase == self.phase and self.left == 0:
             self.heard.write(f"{threading.get_ident()} {phase} meant\n")
-            threading.Thread(target=self._end, daemon=True).start()
+            if self.delay_s:
+                threading.Thread(target=self._end, daemon=True).start()
+            else:
+                self._end()
 
     def _end(self) -> None:
         time.sleep(self.delay_s)

@@ -1,7 +1,8 @@
 """Kills: a small job of four processes is ended by SIGKILL in a given phase, resumed, and compared with one that nobody disturbed.
 
 Everything that is random about a trial is drawn from its seed: which phase is hit and which time that it comes, which rank, how long after the phase
-began, and whether that rank dies alone (the others are then ended as torchrun does it) or all at once, as when the power goes.
+began, and whether that rank dies alone (the others are then ended as torchrun does it) or all at once, as when the power goes. How long a phase takes
+is for the machine to say: a kill that came too late is tried again sooner, and the last time the rank is held in the phase until it is killed.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from pentamesh.run.folder import RunFolder
 from pentamesh.run.launch import keep
 from pentamesh.run.options import Options
 from tests.run import toy
-from tests.trials.worlds import ENDED, FAILED, Heard, World, running
+from tests.trials.worlds import ENDED, FAILED, Heard, Held, World, running
 
 __all__ = ["Disturbed", "Target", "Trial", "Undisturbed", "contents", "hits", "target", "toy_job", "trial", "undisturbed"]
 
 RANKS, STEPS, EVERY = 4, 8, 2
 TIMEOUT_S = 120.0
-# A kill that came too late is tried again with a seed of the same phase, that many further.
-ATTEMPTS, SEEDS = 20, 6000
+# A kill that came too late is tried again with a seed of the same phase, that many further, and up to half as long after the phase began.
+ATTEMPTS, SEEDS = 8, 6000
 # A kill comes up to so long after a phase began: about as long as the phase takes here, so that it falls anywhere in it.
 LATEST_S: dict[Phase, float] = {"train": 0.06, "copy": 0.006, "flush": 0.06, "publish": 0.01, "prune": 0.002, "restore": 0.04}
 # An agent looks after its processes this often (pentamesh.run.launch, monitor_interval).
@@ -45,7 +46,7 @@ AGENT_S = 0.2
 
 @dataclass(frozen=True)
 class Target:
-    """When a run is killed: `delay_s` after `rank` began `phase` for the `nth` time; `everyone` or that rank alone."""
+    """When a run is killed: `delay_s` after `rank` began `phase` for the `nth` time, or `held` there; `everyone` or that rank alone."""
 
     seed: int
     phase: Phase
@@ -54,6 +55,12 @@ class Target:
     delay_s: float
     everyone: bool
     agent_s: float
+    is_held: bool = False
+
+    @property
+    def held(self) -> Held | None:
+        """Where the rank waits for its end, if it does."""
+        return (self.rank, self.phase, self.nth) if self.is_held else None
 
     def __str__(self) -> str:
         who = "all ranks" if self.everyone else f"rank {self.rank}"
@@ -69,7 +76,10 @@ def target(seed: int) -> Target:
     nth = draw.randint(first, last)
     rank = 0 if phase in ("publish", "prune") else draw.randrange(RANKS)
     everyone = seed // len(PHASES) % 2 == 1
-    return Target(seed, phase, nth, rank, draw.uniform(0, LATEST_S[phase]), everyone, draw.uniform(0.01, AGENT_S))
+    num_late = seed // SEEDS
+    is_held = num_late >= ATTEMPTS - 1
+    delay_s = 0.0 if is_held else draw.uniform(0, LATEST_S[phase] / 2**num_late)
+    return Target(seed, phase, nth, rank, delay_s, everyone, draw.uniform(0.01, AGENT_S), is_held)
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,7 @@ def trial(reference: Undisturbed, folder: Path, aim: Target) -> Trial:
     log = folder / "log.txt"
     if aim.phase == "restore":
         draw = random.Random(aim.seed)
-        before = replace(aim, phase="train", nth=draw.randint(STEPS - 3, STEPS))
+        before = replace(aim, phase="train", nth=draw.randint(STEPS - 3, STEPS), is_held=False)
         _struck(run, log, before, resume=False)
     if not _struck(run, log, aim, resume=aim.phase == "restore"):
         return Trial(aim, hit=False)
@@ -156,7 +166,7 @@ def hits(reference: Undisturbed, folder: Path, seeds: Iterable[int]) -> Iterator
 def _struck(run: RunFolder, log: Path, aim: Target, *, resume: bool) -> bool:
     """Run until it is killed as aimed, and return whether the kill fell into the phase. Raises Disturbed where a checkpoint is lost."""
     before = _newest_step(run)
-    with running(run.path, RANKS, log, resume=resume) as world:
+    with running(run.path, RANKS, log, resume=resume, held=aim.held) as world:
         meant = _reached(world, aim)
         if meant is None:
             return False

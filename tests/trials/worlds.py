@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +26,8 @@ ENDED, FAILED = "ended", "failed"
 GRACE_S = 5.0
 # What a rank does with the run folder, resuming or not; its answer goes along with ENDED.
 How = Callable[[Path, bool], object]
+# A rank, and the phase at whose beginning it stays, and which of its kind, until it is killed there.
+Held = tuple[int, str, int]
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class World:
                 yield open_pipes[pipe], heard
 
     def kill(self, rank: int) -> float:
-        """End a rank at once, and return when it was sure to be."""
-        os.kill(self.processes[rank].pid, signal.SIGKILL)
+        """End a rank at once, unless it has ended by itself, and return when it was sure to be over."""
+        self.processes[rank].kill()
         return time.monotonic()
 
     def end(self, after_s: float = 0.0) -> None:
@@ -85,15 +87,19 @@ class World:
 
 
 @contextmanager
-def running(folder: Path, num_ranks: int, log: Path, *, resume: bool, how: How | None = None) -> Iterator[World]:
-    """The ranks of the run in `folder`, whose talk goes to `log`, at work in `how` they do it; they are ended with the block."""
+def running(folder: Path, num_ranks: int, log: Path, *, resume: bool, how: How | None = None, held: Held | None = None) -> Iterator[World]:
+    """The ranks of the run in `folder`, whose talk goes to `log`, at work in `how` they do it; they are ended with the block.
+
+    One that is to be `held` says that the phase begins, and then does nothing of it.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, "pentamesh.run.loop"])
     with tempfile.TemporaryDirectory(prefix="pentamesh-trial-") as meeting:
         processes, pipes = [], []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(theirs, rank, num_ranks, meeting, folder, log, resume, how), daemon=True)
+            stays = held[1:] if held and held[0] == rank else None
+            process = context.Process(target=_rank, args=(theirs, rank, num_ranks, meeting, folder, log, resume, how, stays), daemon=True)
             process.start()
             theirs.close()
             processes.append(process)
@@ -109,7 +115,9 @@ def running(folder: Path, num_ranks: int, log: Path, *, resume: bool, how: How |
                 pipe.close()
 
 
-def _rank(pipe: Connection, rank: int, num_ranks: int, meeting: str, folder: Path, log: Path, resume: bool, how: How | None = None) -> None:
+def _rank(
+    pipe: Connection, rank: int, num_ranks: int, meeting: str, folder: Path, log: Path, resume: bool, how: How | None, stays: tuple[str, int] | None
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -118,11 +126,15 @@ def _rank(pipe: Connection, rank: int, num_ranks: int, meeting: str, folder: Pat
     said = log.open("a")
     os.dup2(said.fileno(), 1)
     os.dup2(said.fileno(), 2)
-    lock = threading.Lock()
+    lock, begun = threading.Lock(), Counter[str]()
 
     def tell(what: str, more: str = "") -> None:
         with lock:
             pipe.send((what, threading.get_ident(), time.monotonic(), more))
+            begun[what] += 1
+            is_held = (what, begun[what]) == stays
+        if is_held:
+            threading.Event().wait()
 
     listeners.append(tell)
     torch.set_num_threads(1)
