@@ -5,6 +5,9 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-dev.txt
 
+# Two tests at a time: many wait for processes that start, and worlds of several processes fill the cores of more.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
 # The documentation's theme announces its successor on every build.
 export NO_MKDOCS_2_WARNING := 1
 
@@ -18,10 +21,10 @@ demo: $(INSTALLED)  ## plan, fine-tune, stop, resume, export and ask a small mod
 	$(BIN)/python demo/run.py
 
 test: check  ## everything in `check`, then every test
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 proof: $(INSTALLED)  ## every case of the proofs, of which `make test` runs a set that touches each axis and family
-	$(BIN)/python -m pytest --whole tests/proof tests/run/test_loop.py tests/run/test_other_ranks.py
+	$(PYTEST) --whole tests/proof tests/run/test_loop.py tests/run/test_other_ranks.py
 
 check: $(INSTALLED)  ## format, lint, types, import contracts, documentation
 	$(BIN)/ruff format --check .

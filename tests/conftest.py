@@ -50,21 +50,37 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def record_proof() -> Callable[..., None]:
-    """`record_proof(title, things=3, worst_relative_error=1e-16)`: counts add up, errors keep their worst, text is kept."""
+def record_proof(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`record_proof(title, things=3, worst_relative_error=1e-16)`: counts add up, errors keep their worst, text is kept.
+
+    It goes along with the test's report, which comes from whichever process ran the test.
+    """
 
     def record(title: str, **facts: Any) -> None:
-        totals = _PROVED[title]
-        for name, value in facts.items():
-            if isinstance(value, str):
-                totals[name] = value
-            else:
-                totals[name] = max(totals.get(name, 0.0), value) if name.startswith("worst") else totals.get(name, 0) + value
+        plain = {name: float(value) if isinstance(value, float) else value for name, value in facts.items()}
+        request.node.user_properties.append((PROOF, [title, plain]))
 
     return record
 
 
+PROOF = "proof"
 _PROVED: dict[str, dict[str, Any]] = defaultdict(dict)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Each report of a test carries what it recorded until then, and the last one all of it."""
+    if report.when == "teardown":
+        recorded: list[Any] = [value for name, value in report.user_properties if name == PROOF]
+        for title, facts in recorded:
+            _add(_PROVED[title], facts)
+
+
+def _add(totals: dict[str, Any], facts: dict[str, Any]) -> None:
+    for name, value in facts.items():
+        if isinstance(value, str):
+            totals[name] = value
+        else:
+            totals[name] = max(totals.get(name, 0.0), value) if name.startswith("worst") else totals.get(name, 0) + value
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
