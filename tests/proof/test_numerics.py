@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from pentamesh.run.verify import compare, errors, outcome
+from pentamesh.run.verify import errors, outcome
 from pentamesh.run.worlds import run_world
-from tests.proof.toys import trial
+from tests.proof.toys import compared, trial
 
 CASES = [
     (toy, strategy, 4, grad_accum)
@@ -20,7 +20,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
 def test_float64(case: tuple[str, str, int, int], record_proof) -> None:
-    errors = compare(trial(*case))
+    errors = compared(trial(*case))
     assert max(errors.values()) < 1e-10, errors
     record_proof("equal to one process, float64", runs=1, worst_relative_error=max(errors.values()))
 
@@ -40,18 +40,18 @@ def test_float64(case: tuple[str, str, int, int], record_proof) -> None:
 def test_policies(strategy: str, policy: dict[str, object]) -> None:
     if strategy == "ddp" and "keep_gathered" in policy:
         pytest.skip("DDP gathers nothing")
-    errors = compare(trial("llama", strategy, 4, 4, **policy))
+    errors = compared(trial("llama", strategy, 4, 4, **policy))
     assert max(errors.values()) < 1e-10, errors
 
 
 def test_reducing_in_the_node_first() -> None:
-    errors = compare(trial("llama", "hybrid_shard", 4, 4, reduce="node"))
+    errors = compared(trial("llama", "hybrid_shard", 4, 4, reduce="node"))
     assert max(errors.values()) < 1e-10, errors
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "full_shard", "hybrid_shard"])
 def test_float32(strategy: str, record_proof) -> None:
-    errors = compare(replace(trial("llama", strategy, 4, 4), precision="fp32"))
+    errors = compared(replace(trial("llama", strategy, 4, 4), precision="fp32"))
     assert errors["first_gradient"] < 1e-6, errors
     assert errors["loss"] < 1e-5, errors
     record_proof("equal to one process, float32 first step", runs=1, worst_relative_error=errors["first_gradient"])
@@ -60,7 +60,7 @@ def test_float32(strategy: str, record_proof) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "full_shard", "hybrid_shard"])
 def test_bf16_is_the_same_arithmetic_everywhere(strategy: str) -> None:
     """bf16 compute with fp32 masters: the layout adds no rounding of its own beyond the order of fp32 sums."""
-    errors = compare(replace(trial("llama", strategy, 4, 4), precision="bf16"))
+    errors = compared(replace(trial("llama", strategy, 4, 4), precision="bf16"))
     assert errors["first_gradient"] < 1e-6, errors
 
 
@@ -75,6 +75,6 @@ def test_bf16_pure_is_rounded_alike_everywhere(record_proof) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "full_shard", "hybrid_shard"])
 def test_bf16_pure_against_one_process(strategy: str) -> None:
     """Sums over ranks and micro-batches are rounded to 8 bits in another order: gradients agree to a few roundings, losses to one."""
-    errors = compare(replace(trial("llama", strategy, 4, 4), precision="bf16-pure"))
+    errors = compared(replace(trial("llama", strategy, 4, 4), precision="bf16-pure"))
     assert errors["first_gradient"] < 2**-6, errors
     assert errors["loss"] < 2**-8, errors

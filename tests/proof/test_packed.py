@@ -21,7 +21,7 @@ from pentamesh.run.step import accumulate
 from pentamesh.run.verify import Trial, _trainee, errors, outcome, predicted_ledger
 from pentamesh.run.world import join
 from pentamesh.run.worlds import run_world
-from tests.proof.toys import TOYS
+from tests.proof.toys import TOYS, alone
 
 IN_A_ROW = 3
 LAYOUTS: dict[str, tuple[Mesh, Shard, bool, dict[str, Any]]] = {
@@ -57,7 +57,7 @@ def test_on_several(toy: str, name: str, record_proof) -> None:
 
 def check(wanted: Trial, record_proof: Any) -> None:
     found = run_world(outcome, wanted.layout.mesh.num_ranks, wanted)
-    worst = errors(found[0], run_world(outcome, 1, wanted.alone())[0])
+    worst = errors(found[0], alone(wanted))
     assert max(worst.values()) < 1e-10, worst
     for rank, one in enumerate(found):
         assert not one.split_errors

@@ -13,7 +13,7 @@ from pentamesh.layout.policy import Policy
 from pentamesh.run.ledger import differences
 from pentamesh.run.verify import Outcome, Trial, errors, fake_outcome, outcome, predicted_ledger
 from pentamesh.run.worlds import run_world
-from tests.proof.toys import MANY_HEADS, TOYS, ZERO, reduced
+from tests.proof.toys import MANY_HEADS, TOYS, ZERO, alone, reduced
 
 MESHES: dict[str, tuple[Mesh, Shard, dict[str, Any]]] = {
     "tp2": (Mesh(tp=2), "none", {}),
@@ -80,7 +80,7 @@ def test_on_gloo(case: tuple[str, str, bool, dict[str, Any]], record_proof) -> N
     mesh, shard, own = MESHES[name]
     wanted = tensor_trial(TOYS[toy], mesh, shard, sequence, **own, **policy)
     outcomes = run_world(outcome, mesh.num_ranks, wanted)
-    worst = errors(outcomes[0], run_world(outcome, 1, wanted.alone())[0])
+    worst = errors(outcomes[0], alone(wanted))
     assert max(worst.values()) < 1e-10, worst
     compared = check_ledgers(wanted, range(mesh.num_ranks), outcomes)
     record_proof("tensor parallel equal to one process, float64", runs=1, collectives=compared, worst_relative_error=max(worst.values()))
@@ -95,7 +95,7 @@ def test_other_precisions(precision: str, name: str) -> None:
     """
     mesh, shard, policy = MESHES[name]
     wanted = replace(tensor_trial(TOYS["llama"] | {"mlp_bias": True}, mesh, shard, True, **policy), precision=precision)
-    worst = errors(run_world(outcome, mesh.num_ranks, wanted)[0], run_world(outcome, 1, wanted.alone())[0])
+    worst = errors(run_world(outcome, mesh.num_ranks, wanted)[0], alone(wanted))
     assert worst["first_gradient"] < {"fp32": 1e-6, "bf16": 2e-2}[precision], worst
     assert worst["loss"] < {"fp32": 1e-5, "bf16": 2e-3}[precision], worst
 

@@ -11,7 +11,8 @@ import pytest
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.policy import Policy
 from pentamesh.model.config import canonical
-from pentamesh.run.verify import Trial
+from pentamesh.run.verify import Outcome, Trial, errors, outcome
+from pentamesh.run.worlds import run_world
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -116,3 +117,20 @@ def trial(toy: str, strategy: str, num_ranks: int, grad_accum: int, **policy: An
     micro_batch = 2
     chosen = replace(Policy(micro_batch, grad_accum), **(ZERO.get(strategy, {}) | policy))
     return Trial(TOYS[toy], layout(strategy, num_ranks), chosen, global_batch=micro_batch * grad_accum * num_ranks)
+
+
+def compared(trial: Trial) -> dict[str, float]:
+    """Worst relative errors of a trial on its own number of processes against one."""
+    return errors(run_world(outcome, trial.layout.mesh.num_ranks, trial)[0], alone(trial))
+
+
+def alone(trial: Trial) -> Outcome:
+    """What one process makes of a trial's samples, in the plainest way: trials that differ in what they keep, gather and reduce share it."""
+    wanted = trial.alone()
+    plain = replace(wanted, policy=Policy(wanted.policy.micro_batch, wanted.policy.grad_accum))
+    if (key := repr(plain)) not in _ALONE:
+        _ALONE[key] = run_world(outcome, 1, plain)[0]
+    return _ALONE[key]
+
+
+_ALONE: dict[str, Outcome] = {}
