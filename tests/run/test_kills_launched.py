@@ -18,11 +18,13 @@ from pentamesh.checkpoint.manifest import name_of, verify
 from pentamesh.checkpoint.names import published, step_of
 from pentamesh.run.folder import RunFolder
 from tests.trials import driver
-from tests.trials.kills import EVERY, RANKS, STEPS, contents, losses, toy_job, undisturbed
+from tests.trials.kills import EVERY, STEPS, contents, losses, toy_job, undisturbed
 
+# Two do here, each of which imports everything: of four, tests/checkpoint/test_kills.py kills more than torchrun would start in the time.
+RANKS = 2
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
 # The phase, which of its kind in that start, and up to how long after its beginning; saves are due at steps 2, 4, 6 and 8.
-TRIALS = [("copy", 2, 0.003), ("flush", 1, 0.05), ("publish", 2, 0.002)]
+TRIALS = [("copy", 2, 0.001), ("flush", 1, 0.05), ("publish", 2, 0.002)]
 # A kill that came too late is tried again on the folder as it was, the last time at the very beginning of the phase.
 ATTEMPTS = 3
 
@@ -62,9 +64,9 @@ def struck(folder: Path, phase: str, nth: int, longest_s: float, seeds: Iterator
 
 @pytest.mark.timeout(600)
 def test_a_worker_that_is_killed_in_a_save_costs_nothing(tmp_path: Path, record_proof: Callable[..., None]) -> None:
-    reference = undisturbed(tmp_path / "undisturbed")
+    reference = undisturbed(tmp_path / "undisturbed", RANKS)
     (tmp_path / "killed").mkdir()
-    toy_job(tmp_path / "killed")
+    toy_job(tmp_path / "killed", RANKS)
     run, seeds = RunFolder(tmp_path / "killed/runs/job"), count()
     for phase, nth, longest_s in TRIALS:
         said = struck(tmp_path / "killed", phase, nth, longest_s, seeds)

@@ -1,7 +1,8 @@
-"""A rank of `pentamesh train` that ends itself by SIGKILL: `torchrun driver.py PHASE NTH RANK DELAY_S HEARD JOB [flags]`.
+"""A rank of `pentamesh train` that is ended from one moment to the next: `torchrun driver.py PHASE NTH RANK DELAY_S HEARD JOB [flags]`.
 
-That rank writes each phase that it begins, with its thread, to the file HEARD, so that whoever started it can see in which one it died. Without a
-delay it dies where the phase begins, before anything of it is done, which cannot be too late.
+That rank writes each phase that it begins, with its thread, to the file HEARD, so that whoever started it can see in which one it died. After
+a delay it dies by the system's timer, which waits for no interpreter; without one by SIGKILL where the phase begins, before anything of it is done,
+which cannot be too late.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 from pentamesh.checkpoint import phases
@@ -39,13 +39,9 @@ class _Killer:
         if phase == self.phase and self.left == 0:
             self.heard.write(f"{threading.get_ident()} {phase} meant\n")
             if self.delay_s:
-                threading.Thread(target=self._end, daemon=True).start()
+                signal.setitimer(signal.ITIMER_REAL, self.delay_s)
             else:
-                self._end()
-
-    def _end(self) -> None:
-        time.sleep(self.delay_s)
-        os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -111,20 +111,20 @@ class Disturbed(AssertionError):
     """Something was lost; the seed is in its text."""
 
 
-def toy_job(folder: Path, **changes: Any) -> Path:
-    """The job file of a run of four processes that saves every second step and keeps one checkpoint."""
+def toy_job(folder: Path, num_ranks: int = RANKS, **changes: Any) -> Path:
+    """The job file of a run of so many processes that saves every second step and keeps one checkpoint."""
     toy.model_folder(folder / "model", hidden_size=16, intermediate_size=16, num_hidden_layers=1)
     checkpoint = {"every": EVERY, "keep": 1, "export": False}
     training = {"steps": STEPS, "evaluate_every": None}
-    given: dict[str, Any] = {"hardware": f"{RANKS}xCPU", "training": training, "checkpoint": checkpoint, "data__held_out": None}
-    return toy.job(folder, batch={"seq_len": 128, "micro_batch": 1, "global_batch": RANKS}, **given | changes)
+    given: dict[str, Any] = {"hardware": f"{num_ranks}xCPU", "training": training, "checkpoint": checkpoint, "data__held_out": None}
+    return toy.job(folder, batch={"seq_len": 128, "micro_batch": 1, "global_batch": num_ranks}, **given | changes)
 
 
-def undisturbed(folder: Path) -> Undisturbed:
+def undisturbed(folder: Path, num_ranks: int = RANKS) -> Undisturbed:
     """Make the job in `folder`, and run it to its end."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = keep(read_asked(toy_job(folder)), Options(), even_so=False)
-    with running(made.path, RANKS, folder / "log.txt", resume=False) as world:
+    made = keep(read_asked(toy_job(folder, num_ranks)), Options(), even_so=False)
+    with running(made.path, num_ranks, folder / "log.txt", resume=False) as world:
         _to_the_end(world, folder / "log.txt", "undisturbed")
     return Undisturbed(made, contents(made.checkpoints / name_of(STEPS)), losses(made))
 
@@ -247,7 +247,7 @@ def _to_the_end(world: World, log: Path, who: str) -> None:
             raise Disturbed(f"{who}: rank {rank} failed:\n{heard.more}")
     ended = [any(heard.what == ENDED for heard in said) for said in world.heard]
     if not all(ended):
-        raise Disturbed(f"{who}: ranks {[rank for rank in range(RANKS) if not ended[rank]]} died:\n{log.read_text()}")
+        raise Disturbed(f"{who}: ranks {[rank for rank, has_ended in enumerate(ended) if not has_ended]} died:\n{log.read_text()}")
 
 
 def _all_is_as_if_undisturbed(reference: Undisturbed, run: RunFolder, aim: Target) -> None:
