@@ -234,7 +234,9 @@ class LayoutRequest(Section):
         default=None, description="Tensor-parallel degree. Chosen when not given: above 1 for pre-training, or where data alone does not fit."
     )
     pipeline: Degree | None = Field(default=None, description="Pipeline-parallel degree. Chosen by `plan` when not given, as tensor is.")
-    context: Degree | None = Field(default=None, description="Context-parallel degree. 1 when not given.")
+    context: Degree | None = Field(
+        default=None, description="Context-parallel degree. Chosen when not given: above 1 inside a node where data alone does not fit."
+    )
     context_attention: Literal["auto"] | ContextWay = Field(
         default="auto",
         description="How attention meets the keys of other context ranks: ring (blocks of keys pass by), all_gather (each rank has them all), "
