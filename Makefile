@@ -24,7 +24,7 @@ test: check  ## everything in `check`, then every test
 	$(PYTEST)
 
 proof: $(INSTALLED)  ## every case of the proofs, of which `make test` runs a set that touches each axis and family
-	$(PYTEST) --whole tests/proof tests/run/test_loop.py tests/run/test_other_ranks.py
+	$(PYTEST) --whole tests/proof tests/run/test_compiled.py tests/run/test_loop.py tests/run/test_other_ranks.py
 
 check: $(INSTALLED)  ## format, lint, types, import contracts, documentation
 	$(BIN)/ruff format --check .

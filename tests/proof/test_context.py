@@ -15,7 +15,7 @@ from pentamesh.run.ledger import differences
 from pentamesh.run.verify import Outcome, Trial, errors, fake_outcome, outcome, predicted_ledger
 from pentamesh.run.worlds import run_world
 from tests.proof.test_frozen import FROZEN
-from tests.proof.toys import MANY_HEADS, TOYS, ZERO, reduced
+from tests.proof.toys import MANY_HEADS, TOYS, ZERO, alone, reduced
 
 # What attention moves over context ranks, forward.
 KINDS = {"ring": "send", "all_gather": "all_gather", "ulysses": "all_to_all"}
@@ -85,7 +85,7 @@ def check_ledgers(wanted: Trial, ranks: Sequence[int], outcomes: Sequence[Outcom
 
 def check(wanted: Trial, record_proof: Any, title: str) -> None:
     outcomes = run_world(outcome, wanted.layout.mesh.num_ranks, wanted)
-    worst = errors(outcomes[0], run_world(outcome, 1, wanted.alone())[0])
+    worst = errors(outcomes[0], alone(wanted))
     assert max(worst.values()) < 1e-10, worst
     compared = check_ledgers(wanted, range(wanted.layout.mesh.num_ranks), outcomes)
     record_proof(title, runs=1, collectives=compared, worst_relative_error=max(worst.values()))
@@ -149,7 +149,7 @@ def test_frozen(case: Case, record_proof) -> None:
 def test_other_precisions(precision: str, how: str) -> None:
     """Sums in another order than one process makes them: rounding of the compute dtype, and no more."""
     wanted = replace(Case("llama", how, "full shard 2 x cp2").trial, precision=precision)
-    worst = errors(run_world(outcome, wanted.layout.mesh.num_ranks, wanted)[0], run_world(outcome, 1, wanted.alone())[0])
+    worst = errors(run_world(outcome, wanted.layout.mesh.num_ranks, wanted)[0], alone(wanted))
     assert worst["first_gradient"] < {"fp32": 1e-6, "bf16": 2e-2}[precision], worst
     assert worst["loss"] < {"fp32": 1e-5, "bf16": 2e-3}[precision], worst
 

@@ -40,10 +40,9 @@ DDP, TENSOR = (
     trial("llama", "ddp", 2, 1, compile=True, recompute="selective"),
     tensor_trial(TOYS["llama-untied"], Mesh(tp=2), "parameters", True, grad_accum=1, compile=True, recompute="full"),
 )
-RING, ALL_GATHER, ULYSSES = (
-    trial_on(TOYS["llama-untied"], Mesh(cp=2), shard, False, how, grad_accum=1, compile=True, recompute=recompute)
-    for how, shard, recompute in (("ring", "none", "selective"), ("all_gather", "parameters", "none"), ("ulysses", "parameters", "full"))
-)
+RING = trial_on(TOYS["llama-untied"], Mesh(cp=2), "none", False, "ring", grad_accum=1, compile=True, recompute="selective")
+ALL_GATHER = trial_on(TOYS["llama-untied"], Mesh(cp=2), "parameters", False, "all_gather", grad_accum=1, compile=True)
+ULYSSES = trial_on(TOYS["llama-untied"], Mesh(cp=2), "parameters", False, "ulysses", grad_accum=1, compile=True, recompute="full")
 CASES = {
     "ddp": (DDP, "fp32"),
     "ddp, cast": (DDP, "bf16"),
