@@ -136,16 +136,19 @@ def logits(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, com
 
 
 def scores(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, kind: str, *, packed: bool) -> int:
-    """Bytes of the scores that the backward of attention with a window or a cap holds at a time (pentamesh.run.attention): weights, their gradient
-    and that of scores, what slopes follow from, and one of them as matmuls read it. Of packed samples, at most as long as a row, one at a time; where
-    nothing caps their scores, a GPU's kernel holds none."""
-    if packed and kind == "cuda" and not model.score_cap and flash_knows(compute, model.head_dim):
-        return 0
+    """Bytes of the scores that the backward of attention holds at a time where no fused kernel computes it (pentamesh.run.blocks): weights, their
+    gradient and that of scores, what slopes follow from, and one of them as matmuls read it. Of packed samples one at a time, as long as a row at
+    most."""
+    whole_rows = layout.mesh.cp == 1 or layout.context == "ulysses"
+    fused = kind == "cpu" or flash_knows(compute, model.head_dim)
+    if packed and whole_rows and kind == "cuda" and fused and not model.score_cap:
+        return 0  # one kernel for all samples, windows and all
     # Of context ranks those under Ulysses have a part of the heads; of keys one block after the other is there round a ring, and all where gathered.
     size, cp = ITEMSIZE[compute], layout.mesh.cp
     heads = (1 if packed else micro_batch) * -(-model.num_heads // (layout.mesh.tp * (cp if layout.context == "ulysses" else 1)))
     length = -(-seq_len // cp) if layout.context == "ring" else seq_len
-    windows = {window for window in model.windows if window and window < seq_len} | ({None} if model.score_cap or packed else set())
+    written_out = model.score_cap or (not fused and (packed or not whole_rows))
+    windows = {window for window in model.windows if window and window < seq_len} | ({None} if written_out else set())
     pieces = [math.prod(scores_at_once(heads, length, window, kind)) for window in windows]
     return max(pieces, default=0) * heads * ((4 if model.score_cap else 3) * max(_FLOAT32, size) + size)
 
