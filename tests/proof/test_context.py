@@ -15,7 +15,7 @@ from pentamesh.run.ledger import differences
 from pentamesh.run.verify import Outcome, Trial, errors, fake_outcome, outcome, predicted_ledger
 from pentamesh.run.worlds import run_world
 from tests.proof.test_frozen import FROZEN
-from tests.proof.toys import MANY_HEADS, TOYS, ZERO, alone, reduced
+from tests.proof.toys import MANY_HEADS, TOYS, ZERO, agree, alone, reduced
 
 # What attention moves over context ranks, forward.
 KINDS = {"ring": "send", "all_gather": "all_gather", "ulysses": "all_to_all"}
@@ -85,6 +85,7 @@ def check_ledgers(wanted: Trial, ranks: Sequence[int], outcomes: Sequence[Outcom
 
 def check(wanted: Trial, record_proof: Any, title: str) -> None:
     outcomes = run_world(outcome, wanted.layout.mesh.num_ranks, wanted)
+    agree(outcomes)
     worst = errors(outcomes[0], alone(wanted))
     assert max(worst.values()) < 1e-10, worst
     compared = check_ledgers(wanted, range(wanted.layout.mesh.num_ranks), outcomes)

@@ -17,7 +17,7 @@ from pentamesh.run.initial import drawing
 from pentamesh.run.ledger import differences
 from pentamesh.run.verify import Outcome, Trial, errors, outcome, predicted_ledger
 from pentamesh.run.worlds import run_world
-from tests.proof.toys import TOYS, ZERO, alone, reduced
+from tests.proof.toys import TOYS, ZERO, agree, alone, reduced
 
 LAYOUTS: dict[str, tuple[Mesh, Shard, bool, dict[str, Any]]] = {
     "ddp 2": (Mesh(dp_replicate=2), "none", False, {}),
@@ -67,6 +67,7 @@ def kept(case: tuple[str, str, str]) -> bool:
 def test_equal_to_one_process(case: tuple[str, str, str], record_proof) -> None:
     wanted = frozen_trial(*case)
     outcomes = run_world(outcome, 2, wanted)
+    agree(outcomes)
     one = alone(wanted)
     trained = {t.name for t in wanted.model.parameters if t.trained}
     assert all(set(gradients) == trained for found in (outcomes[0], one) for gradients in found.gradients)

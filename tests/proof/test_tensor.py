@@ -13,7 +13,7 @@ from pentamesh.layout.policy import Policy
 from pentamesh.run.ledger import differences
 from pentamesh.run.verify import Outcome, Trial, errors, fake_outcome, outcome, predicted_ledger
 from pentamesh.run.worlds import run_world
-from tests.proof.toys import MANY_HEADS, TOYS, ZERO, alone, reduced
+from tests.proof.toys import MANY_HEADS, TOYS, ZERO, agree, alone, reduced
 
 MESHES: dict[str, tuple[Mesh, Shard, dict[str, Any]]] = {
     "tp2": (Mesh(tp=2), "none", {}),
@@ -80,6 +80,7 @@ def test_on_gloo(case: tuple[str, str, bool, dict[str, Any]], record_proof) -> N
     mesh, shard, own = MESHES[name]
     wanted = tensor_trial(TOYS[toy], mesh, shard, sequence, **own, **policy)
     outcomes = run_world(outcome, mesh.num_ranks, wanted)
+    agree(outcomes)
     worst = errors(outcomes[0], alone(wanted))
     assert max(worst.values()) < 1e-10, worst
     compared = check_ledgers(wanted, range(mesh.num_ranks), outcomes)

@@ -121,7 +121,16 @@ def trial(toy: str, strategy: str, num_ranks: int, grad_accum: int, **policy: An
 
 def compared(trial: Trial) -> dict[str, float]:
     """Worst relative errors of a trial on its own number of processes against one."""
-    return errors(run_world(outcome, trial.layout.mesh.num_ranks, trial)[0], alone(trial))
+    outcomes = run_world(outcome, trial.layout.mesh.num_ranks, trial)
+    agree(outcomes)
+    return errors(outcomes[0], alone(trial))
+
+
+def agree(outcomes: list[Outcome]) -> None:
+    """Every rank has the same losses and gradient norms, to the last bit: they clip alike, and say the same."""
+    first = outcomes[0]
+    for rank, found in enumerate(outcomes):
+        assert (found.losses, found.norms) == (first.losses, first.norms), f"rank {rank} has other losses or norms than rank 0"
 
 
 def alone(trial: Trial) -> Outcome:
