@@ -192,3 +192,13 @@ def test_the_mlp_has_gone_back_before_attention_does() -> None:
     found = predict(held, Policy(recompute="full"), BF16, batch, MACHINE)
     assert found.memory.parts_bytes["context"] == 0
     assert local_bytes(block(MODEL, laid("ring"), 1, SEQ, "bfloat16"), laid("ring")) < found.memory.parts_bytes["activations"]
+
+
+def test_copies_over_context_ranks_have_gradients_in_buckets() -> None:
+    """As over data ranks: they are there before the first backward."""
+    small, batch = read_model("smollm2-135m"), Batch(seq_len=4096, global_batch=1)
+    for mesh in (Mesh(dp_replicate=2), Mesh(cp=2)):
+        found = memory(Holding(small, Layout(mesh)), Policy(), BF16, batch, usable_bytes=10**11, kind="cuda")
+        assert found.parts_bytes["gradients"] == 4 * small.num_parameters
+    alone = memory(Holding(small, Layout()), Policy(), BF16, batch, usable_bytes=10**11, kind="cuda")
+    assert alone.parts_bytes["gradients"] < 4 * small.num_parameters

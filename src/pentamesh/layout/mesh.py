@@ -19,13 +19,15 @@ from typing import Literal, get_args
 from pentamesh.errors import InputError
 from pentamesh.job.division import ContextWay, sequence_pieces
 
-__all__ = ["AXES", "DATA_AXES", "EXPERT_AXES", "SHARDS", "SHARD_AXES", "TOKEN_AXES", "Layout", "Mesh", "Shard"]
+__all__ = ["AXES", "COPY_AXES", "DATA_AXES", "EXPERT_AXES", "SHARDS", "SHARD_AXES", "TOKEN_AXES", "Layout", "Mesh", "Shard"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("edp", "ep")
 DATA_AXES = ("dp_replicate", "dp_shard")
 # Parameters are cut over context ranks too: they hold the same weights and different tokens, as data ranks do.
 SHARD_AXES = ("dp_shard", "cp")
+# Along these, ranks that cut no state hold the same parameters and see different tokens.
+COPY_AXES = ("dp_replicate", "cp")
 # Along these, ranks hold different tokens: losses and their counts are summed over them.
 TOKEN_AXES = (*DATA_AXES, "cp")
 

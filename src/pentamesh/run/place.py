@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pentamesh.checkpoint.together import together
 from pentamesh.errors import Drift, Problem
 from pentamesh.job.precision import Precision
-from pentamesh.layout.mesh import Layout
+from pentamesh.layout.mesh import COPY_AXES, Layout
 from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
 from pentamesh.layout.rules import sharding_of
 from pentamesh.layout.split import Split, split
@@ -45,9 +45,6 @@ __all__ = ["Filler", "build", "check", "local", "place", "torch_dtype"]
 # Fills a rank's local part of a parameter: read from a folder, or drawn at random.
 Filler = Callable[[TensorSpec, Split, int, torch.Tensor], None]
 
-
-# Along these, ranks that cut no state hold the same parameters and see different tokens.
-COPY_AXES = ("dp_replicate", "cp")
 
 # Marks a parameter that several modules share, with its name.
 TIED = "_pentamesh_tied_as"

@@ -1,0 +1,308 @@
+"""Moments: what is alive on a rank when memory may be fullest - as a block goes back, as its attention meets other ranks' keys, and at the ends of
+forward, backward and step.
+
+Moments are computed one by one and never added. Everything per tensor comes from `split`; nothing is P / N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+from pentamesh.cost import activations
+from pentamesh.cost.context import meeting
+from pentamesh.cost.frozen import blocks_bytes
+from pentamesh.cost.holding import NF4_BYTES, Holding, resting
+from pentamesh.job.job import Batch
+from pentamesh.job.precision import ITEMSIZE, ROUNDED_AT_ONCE, Precision
+from pentamesh.layout.mesh import COPY_AXES, Layout
+from pentamesh.layout.policy import Policy
+from pentamesh.model.roles import Role
+from pentamesh.model.spec import ModelSpec
+
+__all__ = ["Moment", "Rank"]
+
+# Float32-sized copies of a piece that are alive when it is rounded: weight, gradient, two moments, the root, noise, and 16 bits of it twice over.
+ROUNDING_COPIES = 8
+
+
+class Moment(NamedTuple):
+    """What is alive at one moment, in bytes. `working` is gathered, cast or unreduced parameters, `context` what attention holds for the sake of
+    other context ranks; the last four come and go."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    working: int
+    activations: int = 0
+    context: int = 0
+    logits: int = 0
+
+    @property
+    def passing(self) -> int:
+        return self.working + self.activations + self.context + self.logits
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.passing
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a pipeline stage and the arithmetic of its moments, in the last micro-batch of a step: the one that reduces."""
+
+    held: Holding
+    policy: Policy
+    precision: Precision
+    batch: Batch
+    stage: int
+    kind: str
+
+    def moments(self) -> tuple[Moment, ...]:
+        """Backward turns activations into gradients block by block, so that it is fullest at its first block or at its last; where it comes to none,
+        the forward of a block is."""
+        blocks = [self._backward(layers) for layers in (self._layers, 1)] if self._layers else [self._forward()]
+        if self._layout.mesh.cp > 1 and self._layers:
+            blocks += [self._meeting(block, layers) for block, layers in zip(blocks, (self._layers, 1), strict=True)]
+        return (self._loss(), *blocks, self._end_of_backward(), self._update())
+
+    # Sizes
+
+    def _parameters(self, which: str, itemsize: float) -> int:
+        """Bytes of the used (gathered, unreduced) parameters of the `root`, one `block`, or all `blocks` of the stage."""
+        numel = {
+            "root": lambda: self.held.root_numel(Role.USE, self.stage),
+            "block": lambda: self.held.block_numel(Role.USE),
+            "blocks": lambda: self.held.blocks_numel(Role.USE, self.stage),
+        }[which]()
+        return round(numel * itemsize)
+
+    def _trained(self, which: str, itemsize: int) -> int:
+        """As `_parameters`, of what has a gradient."""
+        numel = {
+            "root": lambda: self.held.root_numel(Role.USE, self.stage, trained=True),
+            "block": lambda: self.held.block_numel(Role.USE, trained=True),
+            "blocks": lambda: self.held.blocks_numel(Role.USE, self.stage, trained=True),
+        }[which]()
+        return numel * itemsize
+
+    def _saved(self, listed: Callable[..., tuple[activations.Saved, ...]], *asked: str, **named: bool) -> int:
+        """Bytes of what a function of `activations` lists for this rank's micro-batches."""
+        return _saved_bytes(listed, self.held.model, self._layout, *self._shape, self.precision.compute, *asked, **named)
+
+    def _share(self, num_bytes: int, layers: int) -> int:
+        """Of what all blocks with a backward take, the part of `layers` of them."""
+        return round(num_bytes * layers / max(1, self._layers))
+
+    @cached_property
+    def _layers(self) -> int:
+        """Blocks of the stage that have a backward. Those below everything that is trained keep nothing."""
+        return self.held.stage_num_reached(self.stage)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.batch.micro_batch, self.batch.seq_len
+
+    @property
+    def _compute(self) -> int:
+        return ITEMSIZE[self.precision.compute]
+
+    @property
+    def _reduce(self) -> int:
+        return ITEMSIZE[self.precision.reduce]
+
+    @property
+    def _layout(self) -> Layout:
+        return self.held.layout
+
+    @property
+    def _is_last(self) -> bool:
+        return self.stage == self._layout.mesh.pp - 1
+
+    # Gradients
+
+    @property
+    def _stand(self) -> bool:
+        """Whether gradients that the optimizer reads stand before the last backward: in DDP's buckets, or because micro-batches add to them."""
+        in_buckets = not self._layout.cuts_state and self._layout.mesh.degree(*COPY_AXES) > 1
+        return in_buckets or (self.policy.grad_accum > 1 and not self._unreduced_wait)
+
+    @property
+    def _unreduced_wait(self) -> bool:
+        """Whether whole gradients add up over micro-batches, in the reduce dtype, until they are reduced once."""
+        return self._layout.cuts_state and self.policy.reduce == "once" and self.policy.grad_accum > 1
+
+    def _gradients(self, layers: int) -> int:
+        """Gradients that the optimizer will read when `layers` blocks have still to go back; those of the root are the last."""
+        size = ITEMSIZE[self.precision.gradient]
+        if self._stand or layers < 0:
+            return self.held.stage_numel(Role.STATE, self.stage, trained=True) * size
+        return self._share(self.held.blocks_numel(Role.STATE, self.stage, trained=True) * size, self._layers - layers)
+
+    def _unreduced(self, layers: int) -> int:
+        """Whole gradients that wait for the one reduction: those of the root, and of `layers` blocks."""
+        if not self._unreduced_wait:
+            return 0
+        return self._trained("root", self._reduce) + self._share(self._trained("blocks", self._reduce), layers)
+
+    def _one_block(self) -> int:
+        """Gradients of a block as its backward leaves them, and of the one before it while it is reduced.
+
+        Beside them those of the head wait: to be reduced, where they have no bucket to go to, or, tied, for the embedding's.
+        """
+        if not self._layout.cuts_state:
+            casts = self._trained("block", self._compute) if self.precision.compute != self.precision.weight else 0
+            return casts + (self._head() if self.held.model.tied or not self._stand else 0)
+        return self._trained("block", self._compute + self._reduce) + self._head()
+
+    def _head(self) -> int:
+        """The gradient of the head while blocks go back, which a tied embedding shares."""
+        return self.held.head_numel * self._compute if self._is_last and self.held.trains_head else 0
+
+    # Parameters in use
+
+    def _used(self, layers: int) -> int:
+        """Parameters as modules use them when forward has gone through, or backward has still to go through, `layers` blocks."""
+        if self.held.is_adapted and not self._layout.cuts_weights:
+            return self._dequantised()
+        if not self._layout.cuts_state:
+            return self._casts(layers)
+        if self._layout.cuts_weights and self.policy.reshard:
+            return self._parameters("root", self._compute) + 2 * self._base_block()
+        below = self.held.stage_num_layers(self.stage) - self._layers
+        return self._parameters("root", self._compute) + self._used_blocks(below + layers)
+
+    def _used_blocks(self, layers: int) -> int:
+        """Parameters in the compute dtype of `layers` blocks, with a backward or without."""
+        return round(self._parameters("blocks", self._compute) * layers / self.held.stage_num_layers(self.stage))
+
+    def _casts(self, layers: int) -> int:
+        """Copies in the compute dtype: autograd keeps those of every block that has not gone back, unless it is recomputed."""
+        if self.precision.compute == self.precision.weight:
+            return 0
+        kept = layers if self.policy.recompute == "none" else 1
+        return self._parameters("root", self._compute) + self._used_blocks(kept)
+
+    def _base_block(self) -> int:
+        """A gathered block: in the compute dtype; qlora gathers it in NF4 and dequantises one projection at a time."""
+        if self.held.method != "qlora":
+            return self._parameters("block", self._compute)
+        return self._parameters("block", NF4_BYTES) + self._dequantised()
+
+    def _dequantised(self) -> int:
+        return self._compute * max((t.numel for t in self.held.model.block if t.kind == "matmul"), default=0) if self.held.method == "qlora" else 0
+
+    # Activations
+
+    @cached_property
+    def _blocks_kept(self) -> int:
+        """What all blocks keep that have a backward; of a stage its share."""
+        model = self.held.model
+        if model.num_trained_parameters == model.num_parameters:
+            return self._layers * self._saved(activations.kept, self.policy.recompute)
+        reached = sum(self.held.stage_num_reached(stage) for stage in range(self._layout.mesh.pp))
+        whole = blocks_bytes(model, self._layout, *self._shape, self.precision.compute, self.policy.recompute)
+        return round(whole * self._layers / max(1, reached))
+
+    def _num_kept(self, layers: int) -> int:
+        """Blocks that wait for backward: `layers` of this micro-batch, all of the others in flight, under 1F1B one for each stage that follows."""
+        others = min(self.policy.grad_accum, self._layout.mesh.pp - self.stage) - 1
+        return others * self._layers + layers
+
+    @cached_property
+    def _head_kept(self) -> int:
+        return self._saved(activations.head) if self._is_last else 0
+
+    @property
+    def _offloads(self) -> bool:
+        return self.policy.offload and self.kind != "cpu"
+
+    def host_bytes(self) -> int:
+        """What waits in host memory."""
+        return self._share(self._blocks_kept, self._num_kept(self._layers)) if self._offloads else 0
+
+    def _activations(self, layers: int) -> int:
+        """What `layers` blocks keep, and the head; of blocks whose inputs wait elsewhere those of the one at work and of the next."""
+        num_kept = self._num_kept(layers)
+        return self._share(self._blocks_kept, min(num_kept, 2) if self._offloads else num_kept) + self._head_kept
+
+    @cached_property
+    def _block_working_set(self) -> int:
+        """What the backward of one block adds: what it computes again, and the gradients of its widest part."""
+        return self._saved(activations.again, self.policy.recompute) + self._widest_part
+
+    @property
+    def _widest_part(self) -> int:
+        """In the MLP three ffn-wide tensors are alive at once, beside those of stream and norm: backward the gradients of the product, the activated
+        gate and up, forward these themselves."""
+        model, compute = self.held.model, self._compute
+        tokens = activations.local_tokens(self._layout, *self._shape)
+        return self._scores + tokens * (3 * compute * model.ffn // self._layout.mesh.tp + (2 * compute + ITEMSIZE["float32"]) * model.hidden)
+
+    @property
+    def _scores(self) -> int:
+        model, narrow = self.held.model, (self.precision.compute, self.kind)
+        return activations.scores(model, self._layout, *self._shape, *narrow, packed=self.policy.packed) if model.is_described else 0
+
+    @property
+    def _logits(self) -> int:
+        return self._saved(activations.logits, self.kind, frozen=not self.held.trains_head) if self._is_last else 0
+
+    # Moments
+
+    def _moment(self, gradients: int, working: int, **passing: int) -> Moment:
+        return Moment(**self._resting, gradients=gradients, working=working, **passing)
+
+    @cached_property
+    def _resting(self) -> dict[str, int]:
+        return resting(self.held, self.precision, self.stage)
+
+    def _loss(self) -> Moment:
+        layers = self._layers
+        working = self._used(layers) + self._unreduced(layers)
+        return self._moment(self._gradients(layers), working, activations=self._activations(layers), logits=self._logits)
+
+    def _forward(self) -> Moment:
+        """The forward of a block that keeps nothing."""
+        return self._moment(self._gradients(0), self._used(0) + self._unreduced(0), activations=self._widest_part)
+
+    def _backward(self, layers: int) -> Moment:
+        """The backward of a block, the last of `layers` that have still to go back."""
+        working = self._used(layers) + self._unreduced(layers) + self._one_block()
+        return self._moment(self._gradients(layers), working, activations=self._activations(layers) + self._block_working_set)
+
+    def _meeting(self, block: Moment, layers: int) -> Moment:
+        """The backward of the attention of that block, when its MLP has gone back."""
+        mlp = 0 if self.policy.recompute == "selective" else self._saved(_of_mlp)
+        passing = self._activations(layers) + self._saved(activations.again, self.policy.recompute) - mlp + self._scores
+        return block._replace(activations=passing, context=self._saved(meeting, backward=True))
+
+    def _end_of_backward(self) -> Moment:
+        """The root's gradients, complete only now, are cast and reduced as one; DDP reduces them in its buckets, where they lie."""
+        if not self._layout.cuts_state:
+            return self._moment(self._gradients(-1), self._trained("root", self._compute))
+        kept = self.policy.keep_gathered and self.policy.grad_accum > 1
+        gathered = self._used(self._layers) if kept else self._parameters("root", self._compute)
+        reduced = self._trained("root", self._reduce + (self._reduce if self._unreduced_wait else self._compute))
+        return self._moment(self._gradients(-1), gathered + reduced)
+
+    def _update(self) -> Moment:
+        """Fused AdamW makes no temporaries; stochastic rounding has a piece of weight, gradient and moments in float32, a root, and its noise."""
+        return self._moment(self._gradients(-1), self._rounding if self.precision.stochastic_rounding else 0)
+
+    @property
+    def _rounding(self) -> int:
+        return ROUNDING_COPIES * ITEMSIZE["float32"] * min(self.held.largest_tensor_numel, ROUNDED_AT_ONCE[self.kind])
+
+
+def _of_mlp(*asked: Any) -> tuple[activations.Saved, ...]:
+    """Of what a block keeps, or has computed again, what its MLP does."""
+    return tuple(saved for saved in activations.block(*asked) if saved.name in activations.OF_MLP)
+
+
+@lru_cache(maxsize=4096)
+def _saved_bytes(listed: Callable[..., tuple[activations.Saved, ...]], model: ModelSpec, layout: Layout, *asked: object, **named: object) -> int:
+    """Bytes of what a function of `activations` lists; policies of one layout ask for the same again and again."""
+    return activations.local_bytes(listed(model, layout, *asked, **named), layout)
