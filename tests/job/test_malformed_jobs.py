@@ -350,6 +350,18 @@ ONE_ERROR = {
             "set context above 1",
         ),
     ),
+    "context attention over one rank, as is said": (
+        "model: m\nlayout:\n  context: 1\n  context_attention: ring\n",
+        ("context_attention = ring says how context ranks attend, and context = 1", "job.yaml:4 layout.context_attention", "set context above 1"),
+    ),
+    "sequence parallel over one rank, as is said": (
+        "model: m\nlayout:\n  tensor: 1\n  sequence_parallel: true\n",
+        (
+            "sequence_parallel cuts the residual stream over the tensor axis, and tensor = 1",
+            "job.yaml:4 layout.sequence_parallel",
+            "set tensor above 1",
+        ),
+    ),
     "more ranks than devices": (
         "model: m\nhardware: 8xH100\nlayout:\n  tensor: 8\n  data: 2\n",
         ("data = 2 x tensor = 8 needs 16 devices, and there are 8", "job.yaml:5 layout.data", "multiply to 8"),

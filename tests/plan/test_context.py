@@ -38,6 +38,10 @@ def test_the_fastest_way_that_fits() -> None:
     assert said(found).count("a step") == 2
 
 
+def test_ranks_of_a_cpu_are_processes() -> None:
+    assert said(planned(asked(context=2), "2xCPU")).startswith("each sequence is cut over 2 processes, with ")
+
+
 @pytest.mark.parametrize("way", CONTEXT_WAYS)
 def test_what_is_asked_is_taken(way: str) -> None:
     found = planned(asked(context=4, context_attention=way))
@@ -82,6 +86,8 @@ def test_long_sequences_are_cut_inside_a_node_where_nothing_is_said() -> None:
 def test_fewer_sequences_than_ranks_are_told_to_be_cut() -> None:
     with pytest.raises(InputError, match=r"use global_batch = 8, or cut each sequence over several ranks \(layout.context\)"):
         planned(asked(batch={"global_batch": 1, "seq_len": 524288}))
+    with pytest.raises(InputError, match=r"use global_batch = 4, or cut each sequence over more ranks \(layout.context\)"):
+        planned(asked(context=2, batch={"global_batch": 1, "seq_len": 524288}))
 
 
 def test_context_is_not_tried_where_states_fit_no_gpu() -> None:

@@ -194,7 +194,7 @@ def _offload(job: Job) -> Iterator[Conflict]:
 def _sequence(job: Job) -> Iterator[Conflict]:
     layout = job.layout
     if layout.sequence_parallel and layout.tensor in (None, 1):
-        what = "sequence_parallel cuts the residual stream over the tensor axis, and no tensor degree is given"
+        what = f"sequence_parallel cuts the residual stream over the tensor axis, and {_degree('tensor', layout.tensor)}"
         yield Conflict(("layout.sequence_parallel", "layout.tensor"), what, "set tensor above 1, or leave sequence_parallel out")
     lacking = [key for key, there in (("sequence_parallel", layout.sequence_parallel), ("compile", job.training.compile)) if not there]
     if layout.async_tensor_parallel and lacking:
@@ -202,12 +202,16 @@ def _sequence(job: Job) -> Iterator[Conflict]:
         hint = "set layout.sequence_parallel and training.compile to true, or leave async_tensor_parallel out"
         yield Conflict(("layout.async_tensor_parallel", "layout.sequence_parallel", "training.compile"), what, hint)
     if layout.context_attention != "auto" and layout.context in (None, 1):
-        what = f"context_attention = {layout.context_attention} says how context ranks attend, and no context degree is given"
+        what = f"context_attention = {layout.context_attention} says how context ranks attend, and {_degree('context', layout.context)}"
         yield Conflict(("layout.context_attention", "layout.context"), what, "set context above 1, or leave context_attention out")
     # Ulysses asks least of a length: with `auto` the plan chooses among what is left.
     way: ContextWay = "ulysses" if layout.context_attention == "auto" else layout.context_attention
     if found := uneven_sequence(job.batch.seq_len, layout.context or 1, (layout.tensor or 1) if layout.sequence_parallel else 1, way):
         yield Conflict(("batch.seq_len", "layout.context", "layout.context_attention", "layout.tensor"), found.what, found.hint)
+
+
+def _degree(axis: str, degree: int | None) -> str:
+    return f"no {axis} degree is given" if degree is None else f"{axis} = {degree}"
 
 
 def _devices(job: Job, hardware: Hardware) -> Iterator[Conflict]:

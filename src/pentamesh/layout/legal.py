@@ -135,8 +135,9 @@ def _exchanged(asked: _Asked) -> Iterator[Problem]:
 def _batch(asked: _Asked) -> Iterator[Problem]:
     batch, ranks = asked.batch, asked.layout.mesh.degree(*DATA_AXES)
     if found := uneven_batch(batch.global_batch, batch.micro_batch, ranks):
+        several = "several" if asked.layout.mesh.cp == 1 else "more"
         few = batch.global_batch < batch.micro_batch * ranks and asked.model.is_described
-        yield Problem(found.what, "batch.global_batch", found.hint + (", or cut each sequence over several ranks (layout.context)" if few else ""))
+        yield Problem(found.what, "batch.global_batch", found.hint + (f", or cut each sequence over {several} ranks (layout.context)" if few else ""))
 
 
 _RULES = (_described, _tensor, _pipeline, _experts, _sequence, _dropped, _exchanged, _batch)

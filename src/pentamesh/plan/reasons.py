@@ -81,6 +81,10 @@ def _rank(p: Prediction) -> str:
     return "GPU" if p.hardware.device.kind == "cuda" else "process"
 
 
+def _ranks(p: Prediction) -> str:
+    return "GPUs" if p.hardware.device.kind == "cuda" else "processes"
+
+
 def _waits(p: Prediction) -> str:
     exposed = p.time.exposed_communication_s
     if exposed > 0.2 * p.time.step_s.expected:
@@ -166,7 +170,7 @@ def _context(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
     layout = chosen.held.layout
     if layout.mesh.cp == 1:
         return
-    said = f"each sequence is cut over {layout.mesh.cp} {_rank(chosen)}s, with {WAYS[layout.context]}"
+    said = f"each sequence is cut over {layout.mesh.cp} {_ranks(chosen)}, with {WAYS[layout.context]}"
     others = [other for way in CONTEXT_WAYS if way != layout.context for other in _other_way(chosen, replace(layout, context=way), found)]
     yield "; ".join((said, *others))
 
