@@ -83,6 +83,13 @@ def test_long_sequences_are_cut_inside_a_node_where_nothing_is_said() -> None:
     assert all(a.layout["cp"] == 1 for a in short.alternatives)
 
 
+def test_changes_are_tried_with_the_context_that_the_plan_would_choose() -> None:
+    changes = planned(asked(batch={"global_batch": 8, "seq_len": 1048576})).changes_that_fit
+    assert "seq_len = 524288" in changes
+    assert any(change.startswith("layout.activation_offload: true") for change in changes)
+    assert planned(asked(batch={"global_batch": 8, "seq_len": 524288})).verdict == "fits"
+
+
 def test_fewer_sequences_than_ranks_are_told_to_be_cut() -> None:
     with pytest.raises(InputError, match=r"use global_batch = 8, or cut each sequence over several ranks \(layout.context\)"):
         planned(asked(batch={"global_batch": 1, "seq_len": 524288}))

@@ -49,7 +49,8 @@ class _Asked:
         self.model, self.hardware = model, hardware
 
     def verdict(self, job: Job, hardware: Hardware | None = None) -> Verdict:
-        """The verdict of the layout that holds least; the global batch is rounded up to what the ranks divide."""
+        """The verdict of the layout that holds least, or of context inside a node where that is not enough and the plan would try it; the global
+        batch is rounded up to what the ranks divide."""
         hardware = hardware or self.hardware
         ranks = job.batch.micro_batch * hardware.num_devices
         rounded = job.batch.model_copy(update={"global_batch": -(-job.batch.global_batch // ranks) * ranks})
@@ -59,9 +60,17 @@ class _Asked:
         except InputError:
             return "does_not_fit"
         # What is cut most holds least; under adapters it may gather more than cutting saves.
-        tried = able if job.method in ("lora", "qlora") else able[:1]
+        tried = able if job.method in ("lora", "qlora") else [*able[:1], *self._cut_along_sequences(job, hardware)]
         found = [self._judge(job, layout, hardware) for layout in tried]
         return next(verdict for verdict in BEST_FIRST if verdict in found)
+
+    def _cut_along_sequences(self, job: Job, hardware: Hardware) -> list[Layout]:
+        """The highest context degree, in every way, where the plan may choose one."""
+        if not self.model.is_described or job.layout.context is not None:
+            return []
+        able = [one for one in layouts(job, self.model, hardware, ("context",)) if one.mesh.cp > 1 and one.shard == "parameters"]
+        most = max((one.mesh.cp for one in able), default=1)
+        return [one for one in able if one.mesh.cp == most]
 
     def _judge(self, job: Job, layout: Layout, hardware: Hardware) -> Verdict:
         """Where what rests is too much already, nobody asks for what passes through."""
