@@ -44,10 +44,15 @@ def check_trainable(model: ModelSpec, method: str, where: str) -> None:
     """Raises InputError for a model that is planned but cannot be trained, or not by this method."""
     if model.untrainable:
         what = f"{model.name} is planned but not trained yet: {model.untrainable}"
-        raise InputError(what, where=f"{where} model.name", hint="`pentamesh plan` judges it; described families train")
+        raise InputError(what, where=f"{where} model.name", hint=f"`pentamesh plan` judges it; {_what_trains(model)}")
     if not model.is_described and method == "pretrain":
         what = f"{model.name} is of no described family: what its weights start from is not known here"
         raise InputError(what, where=f"{where} method", hint="use method: full, from published weights")
+
+
+def _what_trains(model: ModelSpec) -> str:
+    """Of a described family other configs do."""
+    return "a model folder whose config.json is without it trains" if model.is_described else "described families train"
 
 
 def kept(tensors: Iterable[TensorSpec], sizes: dict[str, int]) -> Kept:
