@@ -86,7 +86,7 @@ class Case:
     @property
     def rows(self) -> tuple[int, int]:
         """Rows of a micro-batch, and tokens of each: 1,024 tokens in all, and more where ranks share them."""
-        return (1, 4096) if self.context else (2, 512)
+        return (1, 2048) if self.context else (2, 512)
 
 
 CASES = (
