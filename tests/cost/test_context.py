@@ -41,8 +41,9 @@ def laid(way: ContextWay, shard: Shard = "parameters", cp: int = 8) -> Layout:
 @pytest.mark.parametrize(
     ("way", "forward", "backward"),
     [
-        # Two blocks of keys and values; the output in float32, or the gradients of queries and keys in float32 and two of the latter on their way.
-        ("ring", 2 * 2 * KV + 4 * Q, 2 * 2 * KV + 4 * Q + 4 * KV + 2 * 2 * KV),
+        # Two blocks of keys and values; the output in float32, or in float32 the gradients of queries, of own keys and of those at hand, and two of
+        # these on their way.
+        ("ring", 2 * 2 * KV + 4 * Q, 2 * 2 * KV + 4 * Q + 2 * 4 * KV + 2 * 2 * KV),
         ("all_gather", 2 * 8 * KV, (2 + 4 + 2) * 8 * KV),
         # What leaves; the gradients of all three before and after, and that of the output.
         ("ulysses", 2 * (Q + KV), 2 * 2 * (Q + KV) + 2 * Q),

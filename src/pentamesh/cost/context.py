@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pentamesh.cost.activations import Saved, Shapes, local_tokens
+from pentamesh.cost.activations import Saved, Shapes, local_bytes
 from pentamesh.job.precision import ITEMSIZE
 from pentamesh.layout.mesh import Layout
 from pentamesh.model.dims import Dim
@@ -27,15 +27,20 @@ def meeting(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, co
 
 def _passing(queries: tuple[Dim, ...], keys: tuple[Dim, ...], size: int, wide: int, backward: bool) -> tuple[Saved, ...]:
     """Two blocks of keys and values, that at hand and that arriving, and the output over all blocks, summed in float32. Backward sums the gradients
-    of queries, keys and values instead, and has those of a block that leave and those that arrive.
+    of queries and of the rank's own keys and values instead, beside those of the block at hand, and has those of a block that leave and that arrive.
 
     Source: Ring Attention (arXiv 2310.01889) section 3.
     """
     there = tuple(Saved(f"keys and values {where}", keys, Role.USE, size) for where in ("at hand", "arriving"))
     if not backward:
         return (*there, Saved("output of all blocks", queries, Role.USE, wide))
-    sums = (Saved("gradient of queries", queries, Role.USE, wide), Saved("gradients of keys and values", keys, Role.USE, wide))
-    return (*there, *sums, *(Saved(f"gradients {where}", keys, Role.USE, size) for where in ("leaving", "arriving")))
+    whose = (Saved(f"gradients of {which}", keys, Role.USE, wide) for which in ("own keys and values", "those at hand"))
+    return (
+        *there,
+        Saved("gradient of queries", queries, Role.USE, wide),
+        *whose,
+        *(Saved(f"gradients {where}", keys, Role.USE, size) for where in ("leaving", "arriving")),
+    )
 
 
 def _gathering(_queries: tuple[Dim, ...], keys: tuple[Dim, ...], size: int, wide: int, backward: bool) -> tuple[Saved, ...]:
@@ -67,8 +72,9 @@ def copying_bytes(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: i
     """
     if layout.mesh.cp == 1:
         return 0.0
-    size, cp, tokens = ITEMSIZE[compute], layout.mesh.cp, local_tokens(layout, micro_batch, seq_len) / layout.mesh.tp
-    queries, pairs = tokens * model.num_heads * model.head_dim, 2 * tokens * model.num_kv_heads * model.head_dim
+    size, cp, shapes = ITEMSIZE[compute], layout.mesh.cp, Shapes(model, layout, micro_batch, seq_len)
+    queries, keys = (local_bytes((Saved("elements", shapes(dim), Role.USE, 1),), layout) for dim in (shapes.q, shapes.kv))
+    pairs = 2 * keys
     return {
         "ring": cp * (2 * FLOAT32 + size) * (2 * queries + pairs),
         "all_gather": cp * (2 * FLOAT32 + size) * pairs,

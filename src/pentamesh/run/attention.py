@@ -42,7 +42,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface. Under a name of our own it makes no masks: sequence parallel would have them as long as the cut stream.
 
-    `documents` says where each begins, and the last ends, among all tokens of all rows; none sees another. None where rows are one document each.
+    `documents` says where each begins, and the last ends, among all tokens of all rows, on the host, where most are asked for; none sees
+    another. None where rows are one document each.
     `context` says with whom this rank shares rows. `s_aux` is a score of each head that counts as that of a key of which nothing is seen.
 
     Shapes: query [batch, heads, seq, head_dim], key and value [batch, kv_heads, seq, head_dim], s_aux [heads], documents [their number + 1], int32;
@@ -60,6 +61,7 @@ def attend(
         # Kernels lay out what they return as queries are. With heads of one token beside each other the next matmul reads it as it stands.
         query = query.transpose(1, 2).contiguous().transpose(1, 2)
     if context is not None:
+        assert not dropout, "ranks would drop others than one process"
         out, _ = _attention(query, key, value, documents, s_aux, scale, sliding_window, softcap, context.how, context.group)
         return out.transpose(1, 2).contiguous(), None
     window = sliding_window if sliding_window and sliding_window < query.shape[2] else None
@@ -81,6 +83,7 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, document
     """Causal attention within documents by torch's kernel for sequences of uneven length."""
     asking, asked, given = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     length, back = query.shape[2], window - 1 if window else -1
+    documents = documents.to(query.device, non_blocking=True)
     grouped = query.shape[1] != key.shape[1]
     out = varlen_attn(asking, asked, given, documents, documents, length, length, scale=scale, window_size=(back, 0), enable_gqa=grouped)
     assert isinstance(out, torch.Tensor)

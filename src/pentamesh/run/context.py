@@ -1,6 +1,6 @@
 """Context parallel: how ranks that share a row let their queries see each other's keys.
 
-ring        every rank's keys and values are passed round, one neighbour on while they are computed with: no rank ever has more than two parts
+ring        every rank's keys and values are passed round, one neighbour on while they are computed with: no rank has room for more than two parts
 all_gather  all have all of them for the time of one attention
 ulysses     queries, keys and values are exchanged for a part of the heads over the whole row, and what was seen of them back
 
@@ -93,13 +93,14 @@ class Ring(_Shared):
     """Keys and values go round; gradients follow those they belong to, each rank adding its own."""
 
     def turns(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Runs, torch.Tensor, torch.Tensor]]:
-        message, rank = _message(key, value), self.group.rank()
+        rank, message = self.group.rank(), _message(key, value)
+        spare = torch.empty_like(message)
         for hop in range(self.degree):
-            passing = self._pass_on(message) if hop < self.degree - 1 else None
-            runs = runs_of(key.shape[2], (rank - hop) % self.degree, self.degree)
+            passing = self._pass_on(message, spare) if hop < self.degree - 1 else None
             asked, given = _read(message, key, value)
-            yield runs, asked, given
-            message = passing.arrived() if passing else message
+            yield runs_of(key.shape[2], (rank - hop) % self.degree, self.degree), asked, given
+            if passing:  # nobody needs any more what has been sent on: the next one comes there
+                message, spare = passing.arrived(), message
 
     def home(self, key: torch.Tensor, value: torch.Tensor, gradients: Gradients) -> Sequence[torch.Tensor]:
         own: Sequence[torch.Tensor] = ()
@@ -112,13 +113,15 @@ class Ring(_Shared):
             if passing:
                 _add(found, passing.arrived())
             # Their home is one neighbour on when all others have added theirs.
-            passing = self._pass_on(_message(*(gradient.to(key.dtype) for gradient in found)))
+            leaving, passing = _message(*(gradient.to(key.dtype) for gradient in found)), None
+            del found
+            passing = self._pass_on(leaving, torch.empty_like(leaving))
         if passing:
             _add(own, passing.arrived())
         return own
 
-    def _pass_on(self, message: torch.Tensor) -> _Passing:
-        rank, arriving = self.group.rank(), torch.empty_like(message)
+    def _pass_on(self, message: torch.Tensor, arriving: torch.Tensor) -> _Passing:
+        rank = self.group.rank()
         there, here = (dist.get_global_rank(self.group, (rank + step) % self.degree) for step in (1, -1))
         works = dist.batch_isend_irecv([dist.P2POp(dist.isend, message, there, self.group), dist.P2POp(dist.irecv, arriving, here, self.group)])
         return _Passing(message, arriving, works)
@@ -141,18 +144,24 @@ class Gathered(_Shared):
     """All keys and values are here at once, in the order of the row."""
 
     def turns(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Runs, torch.Tensor, torch.Tensor]]:
-        message = _message(key, value)
-        gathered = _FUNCTIONAL.all_gather_into_tensor(message, self.degree, self.group.group_name)
-        parts = _FUNCTIONAL.wait_tensor(gathered).chunk(self.degree)
-        asked, given = (torch.cat(self._in_order(one), dim=2) for one in zip(*(_read(part, key, value) for part in parts), strict=True))
+        asked, given = self._all(key, value)
         yield (range(asked.shape[2]),), asked, given
 
     def home(self, key: torch.Tensor, value: torch.Tensor, gradients: Gradients) -> Sequence[torch.Tensor]:
         ((runs, asked, given),) = self.turns(key, value)
         found = gradients(runs, asked, given)
-        parts = torch.cat([_message(*(self._of(rank, t, key.shape[2]).to(key.dtype) for t in found)) for rank in range(self.degree)])
-        scattered = _FUNCTIONAL.reduce_scatter_tensor(parts, "sum", self.degree, self.group.group_name)
+        parts = key.new_empty((self.degree, key.numel() + value.numel()))
+        for rank, part in enumerate(parts):
+            for into, whole in zip(_read(part, key, value), found, strict=True):
+                into.copy_(self._of(rank, whole, key.shape[2]))
+        scattered = _FUNCTIONAL.reduce_scatter_tensor(parts.flatten(), "sum", self.degree, self.group.group_name)
         return _read(_FUNCTIONAL.wait_tensor(scattered), key, value)
+
+    def _all(self, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+        """All keys and values, in the order of the row."""
+        gathered = _FUNCTIONAL.all_gather_into_tensor(_message(key, value), self.degree, self.group.group_name)
+        parts = _FUNCTIONAL.wait_tensor(gathered).chunk(self.degree)
+        return [torch.cat(self._in_order(one), dim=2) for one in zip(*(_read(part, key, value) for part in parts), strict=True)]
 
     def _in_order(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The early runs of all ranks, then their late ones from the last rank to the first."""

@@ -57,7 +57,9 @@ class Micro:
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=non_blocking)
 
-        return replace(self, **{name: moved(held) for name, held in vars(self).items() if isinstance(held, torch.Tensor)})
+        # Where documents begin is asked on the host: a device would have to be waited for, in every attention.
+        tensors = {name: held for name, held in vars(self).items() if isinstance(held, torch.Tensor) and name != "bounds"}
+        return replace(self, **{name: moved(held) for name, held in tensors.items()})
 
 
 def collate(samples: Samples | Stream, rows: Sequence[Row], share: Share = ALL) -> Micro:
