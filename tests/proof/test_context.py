@@ -9,16 +9,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pentamesh.layout.mesh import Layout, Mesh, Shard
-from pentamesh.layout.policy import Policy
-from pentamesh.run.ledger import differences
-from pentamesh.run.verify import Outcome, Trial, errors, fake_outcome, outcome, predicted_ledger
+from pentamesh.job.division import ContextWay
+from pentamesh.layout.mesh import Mesh, Shard
+from pentamesh.run.verify import Trial, errors, fake_outcome, outcome
 from pentamesh.run.worlds import run_world
 from tests.proof.test_frozen import FROZEN
-from tests.proof.toys import MANY_HEADS, TOYS, ZERO, agree, alone, reduced
+from tests.proof.toys import MANY_HEADS, TOYS, ZERO, agree, alone, check_ledgers, reduced, trial_on
 
 # What attention moves over context ranks, forward.
-KINDS = {"ring": "send", "all_gather": "all_gather", "ulysses": "all_to_all"}
+KINDS: dict[ContextWay, str] = {"ring": "send", "all_gather": "all_gather", "ulysses": "all_to_all"}
 MESHES: dict[str, tuple[Mesh, Shard, bool, dict[str, Any]]] = {
     "cp2": (Mesh(cp=2), "none", False, {}),
     "cp4": (Mesh(cp=4), "none", False, {}),
@@ -40,7 +39,7 @@ class Case(NamedTuple):
     """A toy on a mesh, how its attention crosses context ranks, what the policy adds, how many samples a row holds, and what is frozen."""
 
     toy: str
-    how: str
+    how: ContextWay
     mesh: str
     policy: tuple[tuple[str, Any], ...] = ()
     in_a_row: int = 1
@@ -65,30 +64,13 @@ class Case(NamedTuple):
         return ", ".join([self.toy, self.how, self.mesh, *added])
 
 
-def trial_on(config: dict[str, Any], mesh: Mesh, shard: Shard, sequence: bool, how: Any, **policy: Any) -> Trial:
-    """Two rows a micro-batch, two micro-batches, on every data rank."""
-    layout = Layout(mesh, shard, sequence_parallel=sequence, context=how)
-    return Trial(config, layout, replace(Policy(2, 2), **policy), global_batch=4 * mesh.dp_replicate * mesh.dp_shard)
-
-
-def check_ledgers(wanted: Trial, ranks: Sequence[int], outcomes: Sequence[Outcome]) -> int:
-    """The number of collectives compared, on each of `ranks`."""
-    compared = 0
-    for rank, found in zip(ranks, outcomes, strict=True):
-        predicted = predicted_ledger(wanted, found.lengths, rank)
-        assert not found.split_errors
-        assert not differences(predicted, found.ledger)
-        assert any((row.kind, row.axes, row.phase) == (KINDS[wanted.layout.context], ("cp",), "forward") for row in predicted)
-        compared += sum(row.count for row in predicted)
-    return compared
-
-
 def check(wanted: Trial, record_proof: Any, title: str) -> None:
     outcomes = run_world(outcome, wanted.layout.mesh.num_ranks, wanted)
     agree(outcomes)
     worst = errors(outcomes[0], alone(wanted))
     assert max(worst.values()) < 1e-10, worst
     compared = check_ledgers(wanted, range(wanted.layout.mesh.num_ranks), outcomes)
+    assert (KINDS[wanted.layout.context], "forward") in {(row.kind, row.phase) for row in outcomes[0].ledger if row.axes == ("cp",)}
     record_proof(title, runs=1, collectives=compared, worst_relative_error=max(worst.values()))
 
 
@@ -147,7 +129,7 @@ def test_frozen(case: Case, record_proof) -> None:
 
 @pytest.mark.parametrize("how", KINDS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_other_precisions(precision: str, how: str) -> None:
+def test_other_precisions(precision: str, how: ContextWay) -> None:
     """Sums in another order than one process makes them: rounding of the compute dtype, and no more."""
     wanted = replace(Case("llama", how, "full shard 2 x cp2").trial, precision=precision)
     worst = errors(run_world(outcome, wanted.layout.mesh.num_ranks, wanted)[0], alone(wanted))
@@ -166,7 +148,7 @@ LARGE = [
 @pytest.mark.parametrize("case", LARGE, ids=lambda c: f"{c[0]}, {c[1]}")
 @pytest.mark.parametrize("how", KINDS)
 @pytest.mark.parametrize("toy", reduced(["llama", "qwen3", "gemma3", "phi3"], lambda toy: toy == "llama"))
-def test_on_fake_groups(toy: str, how: str, case: tuple[Mesh, Shard, bool, Sequence[int]], record_proof) -> None:
+def test_on_fake_groups(toy: str, how: ContextWay, case: tuple[Mesh, Shard, bool, Sequence[int]], record_proof) -> None:
     """Every rank of a ring, or some of all; otherwise the first, one in the middle and the last, whose parts of an uneven cut are the smallest."""
     mesh, shard, sequence, ranks = case
     ranks = ranks if (toy, how) == ("llama", "ring") else (0, mesh.num_ranks // 2, mesh.num_ranks - 1)

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from pentamesh.layout.mesh import Layout, Mesh, Shard
-from pentamesh.layout.policy import Policy
-from pentamesh.run.ledger import differences
-from pentamesh.run.verify import Outcome, Trial, errors, fake_outcome, outcome, predicted_ledger
+from pentamesh.layout.mesh import Mesh, Shard
+from pentamesh.run.verify import errors, fake_outcome, outcome
 from pentamesh.run.worlds import run_world
-from tests.proof.toys import MANY_HEADS, TOYS, ZERO, agree, alone, reduced
+from tests.proof.toys import MANY_HEADS, TOYS, ZERO, agree, alone, check_ledgers, reduced, trial_on
 
 MESHES: dict[str, tuple[Mesh, Shard, dict[str, Any]]] = {
     "tp2": (Mesh(tp=2), "none", {}),
@@ -27,24 +25,6 @@ MESHES: dict[str, tuple[Mesh, Shard, dict[str, Any]]] = {
     "hybrid 2 x 2 x tp2": (Mesh(dp_replicate=2, dp_shard=2, tp=2), "parameters", {"reduce": "node"}),
 }
 EVERYWHERE = ("tp2", "ddp2 x tp2", "full shard 2 x tp2")
-
-
-def tensor_trial(config: dict[str, Any], mesh: Mesh, shard: Shard, sequence_parallel: bool, **policy: Any) -> Trial:
-    """Two sequences a micro-batch, two micro-batches, on every data rank."""
-    layout = Layout(mesh, shard, sequence_parallel=sequence_parallel)
-    return Trial(config, layout, replace(Policy(2, 2), **policy), global_batch=4 * mesh.dp_replicate * mesh.dp_shard)
-
-
-def check_ledgers(wanted: Trial, ranks: Sequence[int], outcomes: Sequence[Outcome]) -> int:
-    """The number of collectives compared, on each of `ranks`."""
-    compared = 0
-    for rank, found in zip(ranks, outcomes, strict=True):
-        predicted = predicted_ledger(wanted, found.lengths, rank)
-        assert not found.split_errors
-        assert not differences(predicted, found.ledger)
-        assert any("tp" in row.axes for row in predicted)
-        compared += sum(row.count for row in predicted)
-    return compared
 
 
 FAMILIES = ("llama", "llama-untied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "glm4")
@@ -78,7 +58,7 @@ def kept(case: tuple[str, str, bool, dict[str, Any]]) -> bool:
 def test_on_gloo(case: tuple[str, str, bool, dict[str, Any]], record_proof) -> None:
     toy, name, sequence, policy = case
     mesh, shard, own = MESHES[name]
-    wanted = tensor_trial(TOYS[toy], mesh, shard, sequence, **own, **policy)
+    wanted = trial_on(TOYS[toy], mesh, shard, sequence, **own, **policy)
     outcomes = run_world(outcome, mesh.num_ranks, wanted)
     agree(outcomes)
     worst = errors(outcomes[0], alone(wanted))
@@ -95,7 +75,7 @@ def test_other_precisions(precision: str, name: str) -> None:
     Of keys there is no bias here: its gradient all but vanishes, and what is left of it in float32 is rounding.
     """
     mesh, shard, policy = MESHES[name]
-    wanted = replace(tensor_trial(TOYS["llama"] | {"mlp_bias": True}, mesh, shard, True, **policy), precision=precision)
+    wanted = replace(trial_on(TOYS["llama"] | {"mlp_bias": True}, mesh, shard, True, **policy), precision=precision)
     worst = errors(run_world(outcome, mesh.num_ranks, wanted)[0], alone(wanted))
     assert worst["first_gradient"] < {"fp32": 1e-6, "bf16": 2e-2}[precision], worst
     assert worst["loss"] < {"fp32": 1e-5, "bf16": 2e-3}[precision], worst
@@ -115,7 +95,7 @@ def test_on_fake_groups(toy: str, case: tuple[Mesh, Shard, bool, Sequence[int]],
     """Every rank for one family; for the others the first, one in the middle and the last, whose parts of an uneven cut are the smallest."""
     mesh, shard, sequence, ranks = case
     ranks = ranks if toy == "llama" else (0, mesh.num_ranks // 2, mesh.num_ranks - 1)
-    wanted = replace(tensor_trial(TOYS[toy] | MANY_HEADS, mesh, shard, sequence, **ZERO["zero1"] if shard == "optimizer" else {}), num_steps=2)
+    wanted = replace(trial_on(TOYS[toy] | MANY_HEADS, mesh, shard, sequence, **ZERO["zero1"] if shard == "optimizer" else {}), num_steps=2)
     outcomes = [run_world(fake_outcome, 1, wanted, rank)[0] for rank in ranks]
     compared = check_ledgers(wanted, ranks, outcomes)
     tensors = sum(found.num_tensors_checked for found in outcomes)
@@ -124,6 +104,6 @@ def test_on_fake_groups(toy: str, case: tuple[Mesh, Shard, bool, Sequence[int]],
 
 def test_all_reduces_at_borders_only() -> None:
     """Five backward all-reduces over tensor ranks on a two-layer Llama, where one for each projection would make eleven."""
-    wanted = tensor_trial(TOYS["llama"] | {"num_hidden_layers": 2}, Mesh(tp=2), "none", False, grad_accum=1)
+    wanted = trial_on(TOYS["llama"] | {"num_hidden_layers": 2}, Mesh(tp=2), "none", False, grad_accum=1)
     found = run_world(outcome, 2, replace(wanted, global_batch=2))[0]
     assert sum(row.count for row in found.ledger if row.axes == ("tp",) and row.phase == "backward") == 5

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from pentamesh.layout.mesh import Layout, Mesh
+from pentamesh.job.division import ContextWay
+from pentamesh.layout.mesh import AXES, DATA_AXES, Layout, Mesh, Shard
 from pentamesh.layout.policy import Policy
 from pentamesh.model.config import canonical
-from pentamesh.run.verify import Outcome, Trial, errors, outcome
+from pentamesh.run.ledger import differences
+from pentamesh.run.verify import Outcome, Trial, errors, outcome, predicted_ledger
 from pentamesh.run.worlds import run_world
 
 LLAMA: dict[str, Any] = {
@@ -124,6 +126,24 @@ def compared(trial: Trial) -> dict[str, float]:
     outcomes = run_world(outcome, trial.layout.mesh.num_ranks, trial)
     agree(outcomes)
     return errors(outcomes[0], alone(trial))
+
+
+def trial_on(config: dict[str, Any], mesh: Mesh, shard: Shard, sequence_parallel: bool, how: ContextWay = "ring", **policy: Any) -> Trial:
+    """Two rows a micro-batch, two micro-batches, on every data rank."""
+    layout = Layout(mesh, shard, sequence_parallel=sequence_parallel, context=how)
+    return Trial(config, layout, replace(Policy(2, 2), **policy), global_batch=4 * mesh.degree(*DATA_AXES))
+
+
+def check_ledgers(wanted: Trial, ranks: Iterable[int], outcomes: Iterable[Outcome]) -> int:
+    """The number of collectives compared, on each of `ranks`; every axis of the mesh is among those that speak."""
+    compared, mesh = 0, wanted.layout.mesh
+    for rank, found in zip(ranks, outcomes, strict=True):
+        predicted = predicted_ledger(wanted, found.lengths, rank)
+        assert not found.split_errors
+        assert not differences(predicted, found.ledger)
+        assert {axis.partition("/")[0] for row in predicted for axis in row.axes} >= {axis for axis in AXES if mesh.degree(axis) > 1}
+        compared += sum(row.count for row in predicted)
+    return compared
 
 
 def agree(outcomes: list[Outcome]) -> None:

@@ -15,9 +15,7 @@ from pentamesh.run.ledger import differences
 from pentamesh.run.verify import Outcome, Trial, errors, outcome, predicted_ledger
 from pentamesh.run.world import join
 from pentamesh.run.worlds import run_world
-from tests.proof.test_context import trial_on
-from tests.proof.test_tensor import tensor_trial
-from tests.proof.toys import TOYS, reduced, trial
+from tests.proof.toys import TOYS, reduced, trial, trial_on
 
 
 def counted(wanted: Trial) -> tuple[Outcome, int, int]:
@@ -38,7 +36,7 @@ def _has_compiler() -> None:
 # Full and hybrid shard are compiled by the launch lines of tests/test_recipes.py, whose ledgers have to be as planned too.
 DDP, TENSOR = (
     trial("llama", "ddp", 2, 1, compile=True, recompute="selective"),
-    tensor_trial(TOYS["llama-untied"], Mesh(tp=2), "parameters", True, grad_accum=1, compile=True, recompute="full"),
+    trial_on(TOYS["llama-untied"], Mesh(tp=2), "parameters", True, grad_accum=1, compile=True, recompute="full"),
 )
 RING = trial_on(TOYS["llama-untied"], Mesh(cp=2), "none", False, "ring", grad_accum=1, compile=True, recompute="selective")
 ALL_GATHER = trial_on(TOYS["llama-untied"], Mesh(cp=2), "parameters", False, "all_gather", grad_accum=1, compile=True)
@@ -101,7 +99,7 @@ def fused(wanted: Trial) -> tuple[Outcome, int]:
 def test_the_stream_crosses_beside_matmuls() -> None:
     """Forward, two gathers with the matmuls behind them and two scatters with those before; in backward the mirror images of the scatters."""
     _has_compiler()
-    wanted = tensor_trial(TOYS["llama"], Mesh(tp=2), "none", True, grad_accum=1, compile=True)
+    wanted = trial_on(TOYS["llama"], Mesh(tp=2), "none", True, grad_accum=1, compile=True)
     wanted = replace(wanted, precision="fp32", global_batch=2, num_steps=2)
     found, count = run_world(fused, 2, wanted, timeout_s=500)[0]
     worst = errors(found, run_world(outcome, 2, replace(wanted, policy=replace(wanted.policy, compile=False)))[0])

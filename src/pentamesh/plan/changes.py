@@ -152,12 +152,14 @@ def _length(job: Job, asked: _Asked) -> Iterator[str]:
 
 
 def _context(job: Job, asked: _Asked) -> Iterator[str]:
-    """The smallest context degree inside a node."""
+    """The smallest context degree inside a node, where the job names none."""
+    if job.layout.context is not None:
+        return
     free = job.layout.model_copy(update={"data": None, "replicate": None})
     for degree in (2**i for i in range(1, asked.hardware.devices_per_node.bit_length())):
         layout = free.model_copy(update={"context": degree})
         found = list(asked.tried(job.model_copy(update={"layout": layout}), f"layout.context: {degree} (each sequence cut over {degree} GPUs)"))
-        if job.layout.context is None and found:
+        if found:
             yield from found
             return
 
