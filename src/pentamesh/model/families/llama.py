@@ -7,8 +7,9 @@ the model on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from pentamesh.model.dims import Acts, Dim, TensorSpec
@@ -85,81 +86,114 @@ _STREAM = ("batch", "seq", "hidden")
 _CARRIED = Acts(Role.CARRY, _STREAM)
 
 
+@dataclass(frozen=True)
+class _Tensors:
+    """The parameters of a config, named and sized as its variation has them. Raises KeyError for a config without one of its sizes."""
+
+    config: Config
+    vary: Variation
+
+    @cached_property
+    def hidden(self) -> Dim:
+        return Dim("hidden", self.config["hidden_size"])
+
+    @cached_property
+    def vocab(self) -> Dim:
+        return Dim("vocab", self.config["vocab_size"])
+
+    @cached_property
+    def head_dim(self) -> int:
+        return self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
+
+    @cached_property
+    def q(self) -> Dim:
+        return Dim("heads", self.config["num_attention_heads"] * self.head_dim, self.head_dim)
+
+    @cached_property
+    def kv(self) -> Dim:
+        heads = self.config.get("num_key_value_heads") or self.q.num_units
+        return Dim("kv_heads", heads * self.head_dim, self.head_dim)
+
+    @cached_property
+    def ffn(self) -> Dim:
+        return Dim("ffn", self.config["intermediate_size"])
+
+    @cached_property
+    def is_tied(self) -> bool:
+        return bool(self.config.get("tie_word_embeddings", False))
+
+    def all(self) -> tuple[TensorSpec, ...]:
+        """In the order of a forward pass."""
+        shape, ids = (self.vocab, self.hidden), Acts(Role.USE, ("batch", "seq"))
+        embedding = TensorSpec("model.embed_tokens.weight", shape, ids, "lookup")
+        head = TensorSpec("lm_head.weight", shape, Acts(Role.USE, _STREAM), "matmul", tied_to=embedding.name if self.is_tied else None)
+        blocks = (tensor for layer in range(self.config["num_hidden_layers"]) for tensor in self._block(f"model.layers.{layer}"))
+        return (embedding, *blocks, self._norm("model.norm"), head)
+
+    def _block(self, unit: str) -> Iterator[TensorSpec]:
+        for before, sublayer, after in zip(self.vary.before, (self._attention, self._mlp), self.vary.after or ("", ""), strict=True):
+            yield self._norm(f"{unit}.{before}", unit=unit)
+            yield from sublayer(unit)
+            if after:
+                yield self._norm(f"{unit}.{after}", unit=unit)
+
+    def _attention(self, unit: str) -> Iterator[TensorSpec]:
+        path, bias, q, kv = f"{unit}.self_attn", self._has(self.vary.qkv_bias), self.q, self.kv
+        qkv = Dim("heads", q.size + 2 * kv.size, self.head_dim, (q.size, kv.size, kv.size))
+        for letter, dim in (("q", q), ("k", kv), ("v", kv)) if "qkv" not in self.vary.fused else (("qkv", qkv),):
+            yield from self._linear(f"{path}.{letter}_proj", dim, self.hidden, bias, unit)
+            if self.vary.qk_norm == "as projected" and letter != "v":
+                yield self._head_norm(unit, letter, dim)
+        if self.vary.qk_norm == "after all":
+            yield from (self._head_norm(unit, "q", q), self._head_norm(unit, "k", kv))
+        yield from self._linear(f"{path}.o_proj", self.hidden, q, self._has(self.vary.out_bias), unit)
+
+    def _mlp(self, unit: str) -> Iterator[TensorSpec]:
+        path, bias, ffn = f"{unit}.mlp", self._has(self.vary.mlp_bias), self.ffn
+        gate_up = Dim("ffn", 2 * ffn.size, 1, (ffn.size, ffn.size))
+        for side, dim in (("gate", ffn), ("up", ffn)) if "gate_up" not in self.vary.fused else (("gate_up", gate_up),):
+            yield from self._linear(f"{path}.{side}_proj", dim, self.hidden, bias, unit)
+        yield from self._linear(f"{path}.down_proj", self.hidden, ffn, bias, unit)
+
+    def _linear(self, path: str, out: Dim, into: Dim, bias: bool, unit: str) -> Iterator[TensorSpec]:
+        yield TensorSpec(f"{path}.weight", (out, into), Acts(Role.USE, ("batch", "seq", into.name)), "matmul", unit)
+        if bias:
+            # It is added to the output; after a contraction over tp that output is on the residual stream.
+            adds = Acts(Role.CARRY if out is self.hidden else Role.USE, ("batch", "seq", out.name))
+            yield TensorSpec(f"{path}.bias", (out,), adds, "bias", unit)
+
+    def _head_norm(self, unit: str, letter: str, heads: Dim) -> TensorSpec:
+        per_head = Acts(Role.USE, ("batch", "seq", heads.name, "head_dim"))
+        return self._norm(f"{unit}.self_attn.{letter}_norm", Dim("head_dim", self.head_dim), per_head, unit)
+
+    def _norm(self, path: str, dim: Dim | None = None, acts: Acts = _CARRIED, unit: str = "") -> TensorSpec:
+        return TensorSpec(f"{path}.weight", (dim or self.hidden,), acts, "excess" if self.vary.centred else "scale", unit)
+
+    def _has(self, flag: bool | str) -> bool:
+        return bool(self.config.get(flag, False)) if isinstance(flag, str) else flag
+
+
 def describe(config: Config, name: str) -> ModelSpec:
     """The spec of a config of this family. Raises KeyError for a config without one of its sizes."""
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    vary = VARIATIONS[config["model_type"]]
-
-    def has(flag: bool | str) -> bool:
-        return bool(config.get(flag, False)) if isinstance(flag, str) else flag
-
-    hidden = Dim("hidden", config["hidden_size"])
-    vocab = Dim("vocab", config["vocab_size"])
-    q, kv = Dim("heads", heads * head_dim, head_dim), Dim("kv_heads", kv_heads * head_dim, head_dim)
-    qkv = Dim("heads", q.size + 2 * kv.size, head_dim, (q.size, kv.size, kv.size))
-    ffn = Dim("ffn", config["intermediate_size"])
-    gate_up = Dim("ffn", 2 * ffn.size, 1, (ffn.size, ffn.size))
-
-    def linear(path: str, out: Dim, into: Dim, bias: bool, unit: str) -> list[TensorSpec]:
-        reads = Acts(Role.USE, ("batch", "seq", into.name))
-        # A bias is added to the output; after a contraction over tp that output is on the residual stream.
-        adds = Acts(Role.CARRY if out is hidden else Role.USE, ("batch", "seq", out.name))
-        found = [TensorSpec(f"{path}.weight", (out, into), reads, "matmul", unit)]
-        return found + ([TensorSpec(f"{path}.bias", (out,), adds, "bias", unit)] if bias else [])
-
-    def norm(path: str, dim: Dim = hidden, acts: Acts = _CARRIED, unit: str = "") -> TensorSpec:
-        return TensorSpec(f"{path}.weight", (dim,), acts, "excess" if vary.centred else "scale", unit)
-
-    def head_norm(unit: str, letter: str, heads: Dim) -> TensorSpec:
-        per_head = Acts(Role.USE, ("batch", "seq", heads.name, "head_dim"))
-        return norm(f"{unit}.self_attn.{letter}_norm", Dim("head_dim", head_dim), per_head, unit)
-
-    def attention(unit: str) -> list[TensorSpec]:
-        path, found, bias = f"{unit}.self_attn", [], has(vary.qkv_bias)
-        for letter, dim in (("q", q), ("k", kv), ("v", kv)) if "qkv" not in vary.fused else (("qkv", qkv),):
-            found += linear(f"{path}.{letter}_proj", dim, hidden, bias, unit)
-            if vary.qk_norm == "as projected" and letter != "v":
-                found.append(head_norm(unit, letter, dim))
-        if vary.qk_norm == "after all":
-            found += [head_norm(unit, "q", q), head_norm(unit, "k", kv)]
-        return found + linear(f"{path}.o_proj", hidden, q, has(vary.out_bias), unit)
-
-    def mlp(unit: str) -> list[TensorSpec]:
-        path, found, bias = f"{unit}.mlp", [], has(vary.mlp_bias)
-        for side, dim in (("gate", ffn), ("up", ffn)) if "gate_up" not in vary.fused else (("gate_up", gate_up),):
-            found += linear(f"{path}.{side}_proj", dim, hidden, bias, unit)
-        return found + linear(f"{path}.down_proj", hidden, ffn, bias, unit)
-
-    def block(layer: int) -> list[TensorSpec]:
-        unit, found = f"model.layers.{layer}", []
-        for before, sublayer, after in zip(vary.before, (attention, mlp), vary.after or ("", ""), strict=True):
-            found += [norm(f"{unit}.{before}", unit=unit), *sublayer(unit)]
-            found += [norm(f"{unit}.{after}", unit=unit)] if after else []
-        return found
-
-    tied = bool(config.get("tie_word_embeddings", False))
-    embedding = TensorSpec("model.embed_tokens.weight", (vocab, hidden), Acts(Role.USE, ("batch", "seq")), "lookup")
-    head = TensorSpec("lm_head.weight", (vocab, hidden), Acts(Role.USE, _STREAM), "matmul", tied_to=embedding.name if tied else None)
-    layers = config["num_hidden_layers"]
+    vary, layers = VARIATIONS[config["model_type"]], config["num_hidden_layers"]
+    tensors = _Tensors(config, vary)
     return ModelSpec(
         name=name,
         family=config["model_type"],
-        hidden=hidden.size,
+        hidden=tensors.hidden.size,
         num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        ffn=ffn.size,
-        vocab=vocab.size,
-        tied=tied,
+        num_heads=tensors.q.num_units,
+        num_kv_heads=tensors.kv.num_units,
+        head_dim=tensors.head_dim,
+        ffn=tensors.ffn.size,
+        vocab=tensors.vocab.size,
+        tied=tensors.is_tied,
         max_positions=config.get("max_position_embeddings", 0),
-        tensors=(embedding, *(t for i in range(layers) for t in block(i)), norm("model.norm"), head),
+        tensors=tensors.all(),
         config=config,
         windows=_windows(config, layers, vary),
         steady=_steady(config),
-        rotary=_rotary(config.get("rope_parameters") or {}, head_dim),
+        rotary=_rotary(config.get("rope_parameters") or {}, tensors.head_dim),
         logit_cap=config.get("final_logit_softcapping"),
         score_cap=config.get("attn_logit_softcapping"),
         score_drop=config.get("attention_dropout") or DROPOUT["attention_dropout"],
