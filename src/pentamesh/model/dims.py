@@ -85,6 +85,17 @@ class TensorSpec:
         return math.prod(self.shape)
 
     @property
+    def reads(self) -> str:
+        """The dim that a matmul sums over: the last of the activation that it meets."""
+        assert self.acts_on is not None
+        return self.acts_on.dims[-1]
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it is a matmul that a sublayer ends with: it writes to the residual stream and reads something else."""
+        return self.kind == "matmul" and self.reads != "hidden" and any(dim.name == "hidden" for dim in self.dims)
+
+    @property
     def met_numel(self) -> int:
         """Elements that one token meets: all, or those of the experts that it is sent to."""
         return self.numel * self.met[0] // self.met[1]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pentamesh.model.dims import TensorSpec
 
-__all__ = ["Kept", "ModelSpec", "Sublayer", "Unit"]
+__all__ = ["Experts", "Kept", "Latent", "ModelSpec", "Sublayer", "Unit"]
 
 
 class Sublayer(NamedTuple):
@@ -34,6 +34,44 @@ class Unit:
         return not self.name
 
 
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a model's sparse layers, and how each token comes to some of them.
+
+    count, per_token    how many a layer has, and how many of them a token meets
+    ffn                 the width of one
+    layers              the layers that have them; others have a dense MLP
+    shared_ffn          the width of the dense MLP that every token of such a layer meets beside them, 0 where there is none
+    scores              what becomes of the router's logits: `softmax` over all, `sigmoid` of each, or `softmax of chosen` over those of the chosen alone
+    normed, scale       whether the weights of a token's experts are made to add up to one, and by what they are multiplied then
+    groups, groups_met  a token chooses among the best `groups_met` of `groups` of neighbouring experts (1 of 1: among all)
+    group_by            what tells the best groups: the `best` score in each, or the sum of its `best two`
+    biased              whether a bias of each expert, which balances their loads, enters the choice but not the weights
+    """
+
+    count: int
+    per_token: int
+    ffn: int
+    layers: frozenset[int]
+    shared_ffn: int = 0
+    scores: Literal["softmax", "sigmoid", "softmax of chosen"] = "softmax"
+    normed: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    groups_met: int = 1
+    group_by: Literal["best", "best two"] = "best"
+    biased: bool = False
+
+
+class Latent(NamedTuple):
+    """The widths that multi-head latent attention presses tokens into: of queries (0 where these are projected at once), and of keys with values; and
+    of each head's part that positions rotate, which all heads' keys share."""
+
+    queries: int
+    keys: int
+    rotated: int
+
+
 class Kept(NamedTuple):
     """What autograd keeps of one token in a mean block, in elements: matmuls' inputs and outputs beside the stream, and what norms scale."""
 
@@ -54,6 +92,10 @@ class ModelSpec:
     rotary        the width of every table of cosines that positions are rotated by; empty where none is
     logit_cap     where logits saturate, None where they do not; score_cap of attention's scores
     score_drop    the share of attention's weights that are dropped at random
+    value_dim     elements of a head's values where they are not as many as `head_dim`, those of its queries and keys; else 0
+    latent        of attention whose keys and values are pressed into a latent, its widths
+    experts       of a model with sparse layers, what they are; `ffn` is then the width of dense layers, 0 where there are none
+    buffers       what is no parameter and yet in the model's files, whole on every rank; of the kind `buffer`
     kept          of a generic model, from which its activations are estimated; a described family lists them
     untrainable   what keeps the trainer from it; empty where nothing does
     is_assumed    whether the config is the catalogue's and not the model's own
@@ -79,6 +121,10 @@ class ModelSpec:
     logit_cap: float | None = None
     score_cap: float | None = None
     score_drop: float = 0.0
+    value_dim: int = 0
+    latent: Latent | None = None
+    experts: Experts | None = None
+    buffers: tuple[TensorSpec, ...] = ()
     kept: Kept | None = None
     untrainable: str = ""
     is_assumed: bool = False
@@ -172,9 +218,10 @@ class ModelSpec:
         return sum(t.met_numel for t in self.parameters)
 
     def attention_flop_per_token(self, seq_len: int) -> int:
-        """FLOP of scores and weighted values, forward and backward: 12 (heads * head_dim) per token attended to, in each layer."""
+        """FLOP of scores and weighted values, forward and backward: 12 (heads * head_dim) per token attended to, in each layer; of heads whose values
+        have other sizes 6 of each."""
         attended = sum(seq_len if w is None else min(seq_len, w) for w in self.windows) if self.windows else self.num_layers * seq_len
-        return 12 * attended * self.num_heads * self.head_dim
+        return 6 * attended * self.num_heads * (self.head_dim + (self.value_dim or self.head_dim))
 
     def flop_per_token(self, seq_len: int, *, causal: bool = False) -> float:
         """Model FLOP of forward and backward per token: 6 per matmul parameter it meets and 12 L s (heads * head_dim) of attention.
