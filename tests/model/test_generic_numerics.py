@@ -49,4 +49,4 @@ def test_full_shard_moves_what_is_predicted(toy: str, freeze: tuple[str, ...]) -
     wanted = replace(trial(toy, "full_shard", 4), num_steps=4, freeze=freeze)
     for rank, found in enumerate(run_world(outcome, 4, wanted)):
         assert not found.split_errors
-        assert not differences(predicted_ledger(wanted, found.lengths, rank), found.ledger)
+        assert not differences(predicted_ledger(wanted, found, rank), found.ledger)

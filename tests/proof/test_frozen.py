@@ -75,7 +75,7 @@ def test_equal_to_one_process(case: tuple[str, str, str], record_proof) -> None:
     assert max(worst.values()) < 1e-10, worst
     compared = 0
     for rank, found in enumerate(outcomes):
-        predicted = predicted_ledger(wanted, found.lengths, rank)
+        predicted = predicted_ledger(wanted, found, rank)
         assert not found.split_errors
         assert not differences(predicted, found.ledger)
         compared += sum(row.count for row in predicted)
@@ -103,4 +103,4 @@ def test_a_backward_that_goes_too_far_is_seen() -> None:
     wanted = frozen_trial("llama-untied", "all but the last block", "full shard 2")
     found = run_world(outcome, 2, wanted)[0]
     for claimed in ((), FROZEN["the first block"], ("model.layers.[01].*",)):
-        assert differences(predicted_ledger(replace(wanted, freeze=claimed), found.lengths), found.ledger)
+        assert differences(predicted_ledger(replace(wanted, freeze=claimed), found), found.ledger)

@@ -55,7 +55,7 @@ def test_ledger_and_splits(case: tuple[str, str, int, int, dict[str, object]], r
     predicted = []
     for rank, found in enumerate(outcomes):
         assert not found.split_errors
-        predicted = predicted_ledger(wanted, found.lengths, rank)
+        predicted = predicted_ledger(wanted, found, rank)
         assert predicted, "a layout over several ranks moves something"
         assert not differences(predicted, found.ledger)
     record_proof(
@@ -72,4 +72,4 @@ def test_a_wrong_rhythm_is_seen() -> None:
     ran = trial("llama", "full_shard", 2, 4, reduce="each")
     claimed = trial("llama", "full_shard", 2, 4, reduce="once")
     found = run_world(outcome, 2, ran)[0]
-    assert differences(predicted_ledger(claimed, found.lengths), found.ledger)
+    assert differences(predicted_ledger(claimed, found), found.ledger)

@@ -61,7 +61,7 @@ def check(wanted: Trial, record_proof: Any) -> None:
     assert max(worst.values()) < 1e-10, worst
     for rank, one in enumerate(found):
         assert not one.split_errors
-        assert not differences(predicted_ledger(wanted, one.lengths, rank), one.ledger)
+        assert not differences(predicted_ledger(wanted, one, rank), one.ledger)
     record_proof("packed rows equal to rows of their own, float64", runs=1, worst_relative_error=max(worst.values()))
 
 

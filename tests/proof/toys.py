@@ -138,7 +138,7 @@ def check_ledgers(wanted: Trial, ranks: Iterable[int], outcomes: Iterable[Outcom
     """The number of collectives compared, on each of `ranks`; every axis of the mesh is among those that speak."""
     compared, mesh = 0, wanted.layout.mesh
     for rank, found in zip(ranks, outcomes, strict=True):
-        predicted = predicted_ledger(wanted, found.lengths, rank)
+        predicted = predicted_ledger(wanted, found, rank)
         assert not found.split_errors
         assert not differences(predicted, found.ledger)
         assert {axis.partition("/")[0] for row in predicted for axis in row.axes} >= {axis for axis in AXES if mesh.degree(axis) > 1}

@@ -65,7 +65,7 @@ def test_compiled_is_eager(name: str) -> None:
         assert worst["loss"] < 1e-5, worst
         assert worst["first_gradient"] < 1e-5, worst
     assert (graphs, breaks) == (1, 0), "three blocks, three lengths"
-    assert not differences(predicted_ledger(wanted, found.lengths), found.ledger)
+    assert not differences(predicted_ledger(wanted, found), found.ledger)
 
 
 def fused(wanted: Trial) -> tuple[Outcome, int]:
@@ -106,7 +106,7 @@ def test_the_stream_crosses_beside_matmuls() -> None:
     assert worst["loss"] < 1e-5, worst
     assert worst["first_gradient"] < 1e-5, worst
     assert count == 6, "the two sums of partial gradients have no one matmul before them"
-    assert not differences(predicted_ledger(wanted, found.lengths), found.ledger)
+    assert not differences(predicted_ledger(wanted, found), found.ledger)
 
 
 def test_no_compiler_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

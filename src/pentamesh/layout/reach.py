@@ -14,7 +14,7 @@ __all__ = ["Reached", "ends", "reach"]
 
 class Reached(NamedTuple):
     """Where a gradient goes back through: the entry of a sublayer, its exit, the whole block, which is then computed again if it was not kept, and
-    what lies between its projections, which of attention is the attention itself."""
+    what lies between its projections, which of attention is the attention itself, and of experts the weights that a router gives them."""
 
     enters: bool = True
     leaves: bool = True
@@ -43,12 +43,17 @@ def ends(model: ModelSpec) -> Reached:
 
 def _of_block(block: Sequence[tuple[int, TensorSpec]], first: int) -> Iterator[Reached]:
     """A sublayer is entered before the first projection that reads the stream and left after the one that does not: what lies between has a gradient
-    where anything before the latter is trained, norms of queries and keys among them. Backward needs nothing of a bias."""
-    again = any(place >= first and t.kind != "bias" for place, t in block)
+    where anything before the latter is trained, norms of queries and keys among them. Backward needs nothing of a bias, but where it is of experts,
+    which are one operator."""
+    experts = [place for place, t in block if any(dim.name == "experts" for dim in t.dims)]
+    again = any(place >= first and (t.kind != "bias" or place in experts) for place, t in block)
     entry: int | None = None
     for place, tensor in block:
-        if tensor.kind == "matmul" and tensor.acts_on is not None:
+        if tensor.kind == "matmul":
             entry = place if entry is None else entry
-            if tensor.acts_on.dims[-1] != "hidden":
+            if place in experts and tensor.leaves:
+                yield Reached(first < entry, first <= experts[-1], again, first < experts[0])
+                entry = None
+            elif tensor.leaves:
                 yield Reached(first < entry, first <= place, again, first < place)
                 entry = None

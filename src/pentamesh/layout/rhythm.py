@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pentamesh.job.precision import ITEMSIZE, Precision
-from pentamesh.layout.mesh import DATA_AXES, SHARD_AXES, TOKEN_AXES, Layout
+from pentamesh.layout.mesh import DATA_AXES, EXPERT_AXES, SHARD_AXES, TOKEN_AXES, Layout
 from pentamesh.layout.moves import Move, crossing, mirror, moves
 from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
 from pentamesh.layout.reach import Reached, ends, reach
@@ -24,7 +24,11 @@ from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec, Unit
 
-__all__ = ["Crossing", "LedgerRow", "activations", "buckets", "ledger", "parameters", "partial_sums", "rhythm", "sums"]
+__all__ = ["Crossing", "LedgerRow", "activations", "buckets", "ledger", "parameters", "partial_sums", "rhythm", "routed", "sums"]
+
+
+# Of a number of rows or tokens, int64.
+COUNT_BYTES = 8
 
 
 @dataclass(frozen=True, order=True)
@@ -65,13 +69,23 @@ def ledger(crossings: Iterable[Crossing]) -> list[LedgerRow]:
     return sorted(LedgerRow(*key, count) for key, count in counts.items())
 
 
-def rhythm(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, seq: int | Sequence[int], rank: int = 0) -> Iterator[Crossing]:
+def rhythm(
+    model: ModelSpec,
+    layout: Layout,
+    policy: Policy,
+    precision: Precision,
+    seq: int | Sequence[int],
+    rank: int = 0,
+    came: Sequence[Sequence[int]] | None = None,
+) -> Iterator[Crossing]:
     """Every collective of a steady step of one rank, of the first pipeline stage, which has most to say.
 
-    Shapes: `seq` is the length of a sequence before context ranks share it, or of those of each micro-batch in turn. Units: bytes per rank.
+    Shapes: `seq` is the length of a sequence before context ranks share it, or of those of each micro-batch in turn. `came` are the rows that came to
+    this rank's experts, by micro-batch and sparse layer; where it is not given, routers send as many to all. Units: bytes per rank.
     """
     yield from parameters(on_stage(model, layout.mesh.pp, 0), layout, policy, precision, rank)
     yield from activations(model, layout, policy, precision, seq)
+    yield from routed(model, layout, policy, precision, seq, came)
     yield from sums(model, layout, precision)
 
 
@@ -173,8 +187,8 @@ def _of_length(model: ModelSpec, layout: Layout, policy: Policy, precision: Prec
     again = times if policy.recompute != "none" else 0
     stream = activation("residual", model, layout, policy.micro_batch, seq, ("hidden",))
     # Sublayers of a kind that gradients reach alike move the same: one of them is asked, and counted as often as it occurs.
-    passed = zip(model.sublayers, reach(model), strict=True)
-    for (kind, reached), count in Counter((s.kind, reached) for s, reached in passed if s.layer % mesh.pp == 0).items():
+    passed = [(s.kind, reached) for s, reached in zip(model.sublayers, reach(model), strict=True) if s.layer % mesh.pp == 0]
+    for (kind, reached), count in Counter(item for item in passed if item[0] != "experts").items():
         # Computing a block again ends with the last tensor that its backward needs: the input of its last projection, which it leaves only to a norm.
         leaves_again = kind == "attention" or model.norms_what_it_adds
         repeated = count * again if reached.again else 0
@@ -237,6 +251,56 @@ def _context(model: ModelSpec, layout: Layout, policy: Policy, itemsize: int, se
             yield from _both_ways(crossed, times, again, reached.mixes)
 
 
+# Experts: rows go to the ranks that have them, and what they give comes home.
+
+
+def routed(
+    model: ModelSpec,
+    layout: Layout,
+    policy: Policy,
+    precision: Precision,
+    seq: int | Sequence[int],
+    came: Sequence[Sequence[int]] | None = None,
+) -> Iterator[Crossing]:
+    """Of `rhythm`, what moves tokens to their experts and back: by how many rows come to this rank, which differ from layer to layer."""
+    if model.experts is None or layout.mesh.ep == 1:
+        return
+    lengths = [seq] * policy.grad_accum if isinstance(seq, int) else list(seq)
+    layers = [reached for sublayer, reached in zip(model.sublayers, reach(model), strict=True) if sublayer.kind == "experts"]
+    calls: Counter[tuple[int, int, Reached]] = Counter()
+    for micro, length in enumerate(lengths):
+        stream = activation("tokens", model, layout, policy.micro_batch, length, ())
+        sent = split(stream, Role.CARRY, layout).max_local_numel * model.experts.per_token
+        for layer, reached in enumerate(layers):
+            calls[sent, sent if came is None else came[micro][layer], reached] += 1
+    for (sent, received, reached), times in calls.items():
+        yield from _to_experts(model, layout, policy, precision, sent, received, reached, times)
+
+
+def _to_experts(
+    model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, sent: int, received: int, reached: Reached, times: int
+) -> Iterator[Crossing]:
+    """One sparse layer: how many rows each rank will get, the rows, each with its weight, and home again what experts made of them. Backward mirrors
+    it, as far as there are gradients. A block that is wholly computed again sends all out again, and fetches results only where shared experts
+    are computed after them."""
+    assert model.experts is not None
+    itemsize, wide = ITEMSIZE[precision.compute], max(ITEMSIZE["float32"], ITEMSIZE[precision.compute])
+
+    def crossed(phase: str, rows: int, width: int, count: int = times) -> Crossing:
+        return Crossing(phase, Move("all_to_all", ("ep",), layout.mesh.ep, rows * width), count)
+
+    row = model.hidden * itemsize
+    there, home = ((model.experts.count, COUNT_BYTES), (sent, row), (sent, wide)), (received, row)
+    again = times if policy.recompute == "full" and reached.again else 0
+    for rows, width in (*there, home):
+        yield crossed("forward", rows, width)
+    for rows, width in (*there, *((home,) if model.experts.shared_ffn else ())):
+        yield crossed("backward", rows, width, again)
+    yield crossed("backward", sent, row, times if reached.leaves else 0)
+    yield crossed("backward", received, row, times if reached.enters else 0)
+    yield crossed("backward", received, wide, times if reached.mixes else 0)
+
+
 def activation(name: str, model: ModelSpec, layout: Layout, batch: int, seq: int, last: tuple[str, ...], sequence: str = "seq") -> TensorSpec:
     """A named activation of one micro-batch over the whole mesh: [batch x data ranks, sequence, last]."""
     sizes = {
@@ -278,7 +342,7 @@ def _bookkeeping(model: ModelSpec, layout: Layout) -> Iterator[Crossing]:
     """The token counts before a step (trained and all, int64), then the loss and the squared norm of cut gradients (one float64 each)."""
     tokens = tuple(axis for axis in TOKEN_AXES if layout.mesh.degree(axis) > 1)
     if tokens:
-        yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 16), 1)
+        yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 2 * COUNT_BYTES), 1)
         yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 8), 1)
     cut = norm_axes(model, layout)
     if cut:
@@ -297,7 +361,10 @@ def partial_sums(model: ModelSpec, layout: Layout, precision: Precision) -> Iter
 
 
 def norm_axes(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
-    """The axes that part the gradients when they meet the optimizer, each tensor's or all by stages: over them the squared norm is summed."""
+    """The axes that part the gradients when they meet the optimizer, each tensor's or all by stages: over them the squared norm is summed. Those of
+    the expert view are the same ranks as those of data, context and tensor together."""
     cut = {axis for unit in model.kinds for t in unit.tensors if t.trained for axis in split(t, Role.STATE, layout).axes}
+    if cut & set(EXPERT_AXES):
+        cut = (cut - set(EXPERT_AXES)) | {axis for axis in (*SHARD_AXES, "tp") if layout.mesh.degree(axis) > 1}
     cut |= {"pp"} if layout.mesh.pp > 1 else set()
-    return tuple(axis for axis in ("pp", *SHARD_AXES, "edp", "ep", "tp") if axis in cut)
+    return tuple(axis for axis in ("pp", *SHARD_AXES, "tp") if axis in cut)

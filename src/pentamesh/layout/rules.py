@@ -13,7 +13,7 @@ from pentamesh.layout.mesh import SHARD_AXES, Layout
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import STORE, Role
 
-__all__ = ["SHARDED_KINDS", "TABLE", "axes_of", "copies", "cutting_axes", "is_expert", "partial_axes", "sharding_of", "shared_by", "tensor_partial"]
+__all__ = ["SHARDED_KINDS", "TABLE", "axes_of", "copies", "cutting_axes", "on_expert_view", "partial_axes", "sharding_of", "shared_by", "tensor_partial"]
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,21 @@ def axes_of(dim: str, role: Role, layout: Layout) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=2**14)
-def is_expert(tensor: TensorSpec) -> bool:
-    """Whether `tensor` lives on the expert view of the mesh, where ep and edp stand for the ranks of dp_shard, cp and tp."""
+def _is_expert(tensor: TensorSpec) -> bool:
     return any(dim.name == "experts" for dim in tensor.dims)
 
 
+def on_expert_view(tensor: TensorSpec, layout: Layout) -> bool:
+    """Whether `tensor` lives on the expert view of the mesh, where ep and edp stand for the ranks of dp_shard, cp and tp. Where experts are not
+    parted there is no such view, and they are as other tensors."""
+    return layout.mesh.ep > 1 and _is_expert(tensor)
+
+
 def cutting_axes(tensor: TensorSpec, position: int, role: Role, layout: Layout) -> tuple[str, ...]:
-    """As `axes_of`, for a dim of `tensor` by position: tp cuts neither an expert, whose ranks are already among those of ep and edp, nor the one key
-    head that all its ranks share."""
+    """As `axes_of`, for a dim of `tensor` by position: tp cuts neither an expert, which works on the stream as it lies between blocks, nor the one
+    key head that all its ranks share."""
     dim = tensor.dims[position]
-    whole = is_expert(tensor) or copies(dim, layout.mesh.tp) == layout.mesh.tp
+    whole = _is_expert(tensor) or copies(dim, layout.mesh.tp) == layout.mesh.tp
     return tuple(axis for axis in axes_of(dim.name, role, layout) if axis != "tp" or not whole)
 
 
@@ -95,7 +100,7 @@ def shared_by(tensor: TensorSpec, layout: Layout) -> int:
 
 def sharding_of(tensor: TensorSpec, role: Role, layout: Layout) -> tuple[int, tuple[str, ...]]:
     """The dim (by position) and the axes over which the strategy cuts a stored tensor; no axes where it does not."""
-    expert = is_expert(tensor)
+    expert = on_expert_view(tensor, layout)
     axes = ("edp",) if expert else tuple(a for a in SHARD_AXES if layout.mesh.degree(a) > 1)
     if role not in STORE or role not in SHARDED_KINDS[layout.shard] or layout.mesh.degree(*axes) == 1:
         return 0, ()
@@ -116,7 +121,7 @@ def partial_axes(tensor: TensorSpec, layout: Layout) -> tuple[str, ...]:
     axes = {axis for dim in lacking for axis in axes_of(dim, tensor.acts_on.role, layout)}
     if (shared := shared_by(tensor, layout)) > 1:
         axes.add(layout.mesh.inner("tp", shared))
-    if is_expert(tensor):
+    if on_expert_view(tensor, layout):
         # Tokens reach their experts from every rank of dp_shard x cp x tp; seen from there only edp is left to sum over.
         axes = (axes - {"dp_shard", "cp", "tp"}) | ({"edp"} if layout.mesh.edp > 1 else set())
     order = ("dp_replicate", "dp_shard", "cp", "edp", "tp")

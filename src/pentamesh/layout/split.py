@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from pentamesh.layout.mesh import AXES, EXPERT_AXES, Layout
-from pentamesh.layout.rules import copies, cutting_axes, is_expert, partial_axes, sharding_of
+from pentamesh.layout.rules import copies, cutting_axes, on_expert_view, partial_axes, sharding_of
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 
@@ -114,7 +114,7 @@ class Split:
 
     def copy(self, rank: int) -> tuple[int, int]:
         """Which of the ranks that hold the same boxes `rank` is, and how many they are."""
-        view = ("dp_replicate", *EXPERT_AXES) if is_expert(self.tensor) else AXES[1:]
+        view = ("dp_replicate", *EXPERT_AXES) if on_expert_view(self.tensor, self.layout) else AXES[1:]
         free = tuple(axis for axis in view if axis not in self.axes)
         index, count = self.layout.mesh.coord(rank, free), self.layout.mesh.degree(*free)
         for dim, cuts in zip(self.tensor.dims, self.cuts, strict=True):

@@ -13,10 +13,10 @@ __all__ = ["Experts", "Kept", "Latent", "ModelSpec", "Sublayer", "Unit"]
 
 
 class Sublayer(NamedTuple):
-    """One residual branch of a block: it is entered from the residual stream and leaves onto it once."""
+    """One branch of a block: it is entered from the residual stream and leaves onto it once. Shared experts are an `mlp` beside the `experts`."""
 
     layer: int
-    kind: str  # attention | mlp
+    kind: str  # attention | experts | mlp
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +46,7 @@ class Experts:
     normed, scale       whether the weights of a token's experts are made to add up to one, and by what they are multiplied then
     groups, groups_met  a token chooses among the best `groups_met` of `groups` of neighbouring experts (1 of 1: among all)
     group_by            what tells the best groups: the `best` score in each, or the sum of its `best two`
+    wide                whether the router computes logits in float32, whatever the model does
     biased              whether a bias of each expert, which balances their loads, enters the choice but not the weights
     """
 
@@ -60,6 +61,7 @@ class Experts:
     groups: int = 1
     groups_met: int = 1
     group_by: Literal["best", "best two"] = "best"
+    wide: bool = False
     biased: bool = False
 
 
@@ -202,9 +204,14 @@ class ModelSpec:
         """Whether each position is looked up in a table, beyond whose end there is none."""
         return any(t.kind == "lookup" and t.dims[0].name == "positions" for t in self.tensors)
 
-    @property
+    @cached_property
     def sublayers(self) -> tuple[Sublayer, ...]:
-        return tuple(Sublayer(layer, kind) for layer in range(self.num_layers) for kind in ("attention", "mlp"))
+        """In the order of a forward pass."""
+        dense, sparse = ("attention", "mlp"), ("attention", "experts")
+        if self.experts and self.experts.shared_ffn:
+            sparse = (*sparse, "mlp")
+        has = self.experts.layers if self.experts else frozenset()
+        return tuple(Sublayer(layer, kind) for layer in range(self.num_layers) for kind in (sparse if layer in has else dense))
 
     @cached_property
     def matmul_parameters(self) -> int:

@@ -38,10 +38,10 @@ def initial(
     local = torch.zeros(split.local_shape(rank), dtype=dtype)
     if tensor.kind == "scale":
         local.fill_(1)
-    elif tensor.kind in ("matmul", "lookup"):
+    elif tensor.kind in ("matmul", "lookup", "sink"):
         for box in split.boxes(rank):
             _draw(local, tensor, box, seed, std)
-    elif tensor.kind not in ("bias", "excess"):
+    elif tensor.kind not in ("bias", "excess", "buffer"):
         raise ValueError(f"{tensor} is a {tensor.kind}, which has no initial value")
     return local.to(device)
 

@@ -17,6 +17,9 @@ from pentamesh.run.shown import class_with
 
 __all__ = ["keep_less"]
 
+# Norms that multiply by their weight before they round.
+WIDE = ("GptOssRMSNorm",)
+
 
 def keep_less(built: nn.Module, compiled: Collection[str] = ()) -> None:
     """Let every RMS norm and every gated MLP of a described family's model keep only what backward cannot compute cheaply, but for those in the
@@ -25,7 +28,7 @@ def keep_less(built: nn.Module, compiled: Collection[str] = ()) -> None:
         if any(path.startswith(f"{unit}.") for unit in compiled):
             continue
         if type(module).__name__.endswith("RMSNorm"):
-            module.__class__ = class_with(type(module), (("forward", _normed),))
+            module.__class__ = class_with(type(module), (("forward", _normed_wide if type(module).__name__ in WIDE else _normed),))
         elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
             module.__class__ = class_with(type(module), (("forward", _fed),))
         elif all(hasattr(module, name) for name in ("gate_up_proj", "down_proj", "activation_fn")):
@@ -35,7 +38,11 @@ def keep_less(built: nn.Module, compiled: Collection[str] = ()) -> None:
 def _normed(module: Any, stream: torch.Tensor) -> torch.Tensor:
     # Gemma's norms, whose weights start at zero, call their epsilon another name.
     centred = not hasattr(module, "variance_epsilon")
-    return _RMSNorm.apply(stream, module.weight, module.eps if centred else module.variance_epsilon, centred)
+    return _RMSNorm.apply(stream, module.weight, module.eps if centred else module.variance_epsilon, centred, centred)
+
+
+def _normed_wide(module: Any, stream: torch.Tensor) -> torch.Tensor:
+    return _RMSNorm.apply(stream, module.weight, module.variance_epsilon, False, True)
 
 
 def _fed(module: Any, stream: torch.Tensor) -> torch.Tensor:
@@ -48,16 +55,16 @@ def _fed_by_both(module: Any, stream: torch.Tensor) -> torch.Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """weight * x / rms(x), the root in float32 (float64 for a float64 model); where `centred` (1 + weight) * x / rms(x), all of it."""
+    """weight * x / rms(x), the root in float32 (float64 for a float64 model), or where `wide` all of it; where `centred` (1 + weight) * x / rms(x)."""
 
     @staticmethod
-    def forward(ctx: Any, stream: torch.Tensor, weight: torch.Tensor, epsilon: float, centred: bool) -> torch.Tensor:
+    def forward(ctx: Any, stream: torch.Tensor, weight: torch.Tensor, epsilon: float, centred: bool, wide_weight: bool) -> torch.Tensor:
         wide = stream.to(torch.promote_types(stream.dtype, torch.float32))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
         ctx.save_for_backward(stream, weight, scale)
-        ctx.centred = centred
-        if centred:
-            return (wide * scale * (1.0 + weight.to(wide.dtype))).to(stream.dtype)
+        ctx.centred, ctx.wide_weight = centred, wide_weight
+        if wide_weight:
+            return (wide * scale * (weight.to(wide.dtype) + (1.0 if centred else 0.0))).to(stream.dtype)
         return weight * (wide * scale).to(stream.dtype)
 
     @staticmethod
@@ -66,9 +73,9 @@ class _RMSNorm(torch.autograd.Function):
         stream, weight, scale = ctx.saved_tensors
         normalised = stream.to(scale.dtype) * scale
         of_weight = (gradient * normalised).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        of_stream = gradient * (1.0 + weight.to(scale.dtype)) if ctx.centred else (gradient * weight).to(scale.dtype)
+        of_stream = gradient * (weight.to(scale.dtype) + (1.0 if ctx.centred else 0.0)) if ctx.wide_weight else (gradient * weight).to(scale.dtype)
         of_stream = of_stream.addcmul_(normalised, (of_stream * normalised).mean(-1, keepdim=True), value=-1).mul_(scale)
-        return of_stream.to(stream.dtype), of_weight, None, None
+        return of_stream.to(stream.dtype), of_weight, None, None, None
 
 
 class _GatedProduct(torch.autograd.Function):

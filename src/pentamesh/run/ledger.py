@@ -72,6 +72,8 @@ class Recorder(TorchDispatchMode):
     def _record(self, name: str, leaves: list[Any]) -> None:
         group = next(found for leaf in leaves if (found := _group_of(leaf)) is not None)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if name == "alltoall_base_":  # what is sent; what comes may be another number of rows
+            tensors = tensors[1:]
         num_bytes = max((t.numel() * t.element_size() for t in tensors), default=0)
         if name == "all_gather_into_tensor":  # of which only the input is an argument
             num_bytes *= group.size()

@@ -9,6 +9,7 @@ import torch
 
 from pentamesh.job.job import Optimizer
 from pentamesh.job.precision import ROUNDED_AT_ONCE, Precision
+from pentamesh.layout.rules import on_expert_view
 from pentamesh.layout.split import Split, split
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
@@ -33,11 +34,11 @@ def adamw(
     that `seed` decides.
     """
     trained = [tensor for tensor in model.parameters if tensor.trained]
-    groups = [
-        {"params": [parameters[t.name] for t in trained if t.kind in MATRICES], "weight_decay": wanted.weight_decay},
-        {"params": [parameters[t.name] for t in trained if t.kind not in MATRICES], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    # Experts apart: a fused step takes tensors of one mesh.
+    kinds: dict[tuple[bool, bool], list[torch.Tensor]] = {}
+    for t in trained:
+        kinds.setdefault((t.kind in MATRICES, on_expert_view(t, world.layout)), []).append(parameters[t.name])
+    groups = [{"params": held, "weight_decay": wanted.weight_decay if decays else 0.0} for (decays, _), held in sorted(kinds.items(), reverse=True)]
     if precision.stochastic_rounding:
         held = {parameters[tensor.name]: split(tensor, Role.STATE, world.layout) for tensor in trained}
         optimizer = RoundedAdamW(groups, wanted, held, world.rank, seed)

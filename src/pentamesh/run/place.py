@@ -32,10 +32,12 @@ from pentamesh.run.attention import ATTENTION
 from pentamesh.run.compiled import compile_blocks, overlap_tensor_moves
 from pentamesh.run.data.batches import collate
 from pentamesh.run.data.samples import Samples
+from pentamesh.run.experts import EXPERTS, dispatching
 from pentamesh.run.head import join_head_and_loss
 from pentamesh.run.lean import keep_less
 from pentamesh.run.loss import weighted_loss
 from pentamesh.run.recompute import recompute
+from pentamesh.run.router import route_by
 from pentamesh.run.shown import Getter, cast_to, show
 from pentamesh.run.tensor import AXIS, cross_borders, cut
 from pentamesh.run.world import World
@@ -66,8 +68,8 @@ def build(model: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.for_model(**config)
     config.use_cache = False
     with init_empty_weights(include_buffers=False):
-        attention = ATTENTION if model.is_described else "sdpa"
-        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        own = {"attn_implementation": ATTENTION, "experts_implementation": EXPERTS} if model.is_described else {"attn_implementation": "sdpa"}
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype, **own)
     built.tie_weights()
     return built.train()
 
@@ -78,19 +80,21 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     Raises Drift when a parameter's shape, placement or dtype is not the plan's.
     """
     built = build(model, torch_dtype(precision.weight))
-    if layout.mesh.tp > 1:
+    if layout.mesh.degree("tp", "ep") > 1:
         cut(built, model, layout, world)
     for tensor in model.parameters:
         built.get_parameter(tensor.name).requires_grad_(tensor.trained)
     if model.is_described:
         keep_less(built, compiled=[unit for unit in model.units if unit and policy.compile])
+        route_by(built, model)
+    experts = dispatching(built, world.group(("ep",)).group_name if layout.mesh.ep > 1 else "")
     recompute(built, policy, world.device)
     if policy.async_tensor and world.device.type == "cuda":
         overlap_tensor_moves(world.group(AXIS))
     if policy.compile:
         compile_blocks(built, model)
     if layout.cuts_state:
-        _fully_shard(built, model, policy, precision, world)
+        _fully_shard(built, model, policy, precision, world, experts if layout.mesh.ep > 1 else [])
     _materialise(built, model, world)
     together("reading weights", lambda: _fill(built, model, layout, world, fill))
     check(built, model, layout, precision, world)
@@ -103,14 +107,19 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     return built if layout.cuts_state or layout.mesh.degree(*COPY_AXES) == 1 else _replicate(built, model, policy, world)
 
 
-def _fully_shard(built: nn.Module, model: ModelSpec, policy: Policy, precision: Precision, world: World) -> None:
-    """Cut every unit over the shard axes (and copy it over the replicate axis), each gathered and reduced as one.
+def _fully_shard(built: nn.Module, model: ModelSpec, policy: Policy, precision: Precision, world: World, experts: list[nn.Module]) -> None:
+    """Cut every unit over the shard axes (and copy it over the replicate axis), each gathered and reduced as one; `experts` that are parted, which
+    fewer ranks hold, apart.
 
     ZeRO-1, ZeRO-2 and full shard differ in how long what is gathered stays and when gradients are reduced, which is the policy's to say.
     """
     mesh = world.mesh["dp_replicate", "shard"] if world.layout.mesh.dp_replicate > 1 else world.mesh["shard"]
     compute = torch_dtype(precision.compute) if precision.compute != precision.weight else None
     mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch_dtype(precision.reduce), cast_forward_inputs=False)
+    for module in experts:
+        copies = world.expert_mesh if world.layout.mesh.dp_replicate > 1 else world.expert_mesh["edp"]
+        cut = None if world.layout.mesh.edp == 1 else lambda _: Shard(1)
+        fully_shard(module, mesh=copies, mp_policy=mixed, reshard_after_forward=policy.reshard, shard_placement_fn=cut)
     units = [built.get_submodule(unit) for unit in model.units if unit]
     for module in (*units, built):
         # The root is used again at once by backward; FSDP never reshards it in between.
@@ -174,6 +183,8 @@ def _fill(built: nn.Module, model: ModelSpec, layout: Layout, world: World, fill
         held = split(tensor, Role.STATE, layout)  # what the optimizer updates is cut as its state is
         with torch.no_grad():
             fill(tensor, held, world.rank, local(built.get_parameter(tensor.name)))
+    for tensor in model.buffers:
+        fill(tensor, split(tensor, Role.STATE, layout), world.rank, built.get_buffer(tensor.name))
 
 
 def _replicate(built: nn.Module, model: ModelSpec, policy: Policy, world: World) -> DistributedDataParallel:

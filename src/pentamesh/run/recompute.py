@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from pentamesh.layout.policy import Policy
-from pentamesh.run import attention  # noqa: F401 - registers the operator that is named below
+from pentamesh.run import attention, experts  # noqa: F401 - register the operators that are named below
+from pentamesh.run.router import Choices
 
 __all__ = ["recompute"]
 
@@ -26,6 +30,10 @@ DEAR = [
     _aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
     torch.ops.pentamesh.attention.default,
+    torch.ops.pentamesh.routed.default,
+    torch.ops.pentamesh.sent_out.default,
+    torch.ops.pentamesh.experts.default,
+    torch.ops.pentamesh.sent_home.default,
 ]
 
 
@@ -33,8 +41,23 @@ def recompute(built: PreTrainedModel, policy: Policy, device: torch.device) -> N
     """Let every block of `built` keep what `policy.recompute` says, on its device or under `policy.offload` on the host, which a CPU is already."""
     if policy.recompute == "none":
         return
-    dear = {"context_fn": partial(create_selective_checkpoint_contexts, DEAR)} if policy.recompute == "selective" else {}
-    offload = policy.offload and device.type != "cpu"
-    built.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False, **dear}, offload=offload)
+    offload, contexts = policy.offload and device.type != "cpu", partial(_contexts, policy.recompute == "selective")
+    built.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts}, offload=offload)
     # transformers lets the embedding's output ask for a gradient, trained or not, and all blocks would go back.
     built.disable_input_require_grads()
+
+
+Context = AbstractContextManager[Any]
+
+
+def _contexts(selective: bool) -> tuple[Context, Context]:
+    """Around the forward pass of a block, and around its repetition: what is kept, and what routers chose, which is never computed again."""
+    choices = Choices()
+    forward, again = create_selective_checkpoint_contexts(DEAR) if selective else (nullcontext(), nullcontext())
+    return _both(choices.kept(), forward), _both(choices.repeated(), again)
+
+
+@contextmanager
+def _both(first: Context, second: Context) -> Iterator[None]:
+    with first, second:
+        yield

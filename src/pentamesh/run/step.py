@@ -116,15 +116,15 @@ def grad_norm(trainee: Trainee) -> float:
     """The 2-norm of the whole gradient, each logical parameter counted once; the same on every rank.
 
     Squares are summed in float64 over the axes that part gradients; a tensor that such an axis does not cut, or key heads that its ranks share,
-    are held several times and weigh one share. Stages hold different tensors.
+    are held several times and weigh one share. Stages hold different tensors; experts are parted by other axes among the same ranks.
     """
     model, parameters, world = trainee.model, trainee.parameters, trainee.world
     axes, mesh = norm_axes(model, world.layout), world.layout.mesh
-    alike = set(axes) - {"pp"}
+    num_ranks = mesh.degree(*(set(axes) - {"pp"}))
 
     def holders(tensor: TensorSpec) -> int:
         cut = split(tensor, Role.STATE, world.layout).axes
-        return mesh.degree(*(alike - set(cut))) * (shared_by(tensor, world.layout) if "tp" in cut else 1)
+        return num_ranks // mesh.degree(*cut) * (shared_by(tensor, world.layout) if "tp" in cut else 1)
 
     weights = {t.name: 1.0 / holders(t) for t in model.parameters if t.trained}
     grads = {name: local(p.grad) for name, p in parameters.items() if p.grad is not None}

@@ -34,7 +34,8 @@ _FUNCTIONAL = torch.ops._c10d_functional
 
 
 def cut(built: nn.Module, model: ModelSpec, layout: Layout, world: World) -> None:
-    """Give every parameter, still without storage, the shape that this rank works with, and the modules that know their sizes by heart these."""
+    """Give every parameter, still without storage, the shape that this rank works with, its heads, columns, rows or experts, and the modules that know
+    their sizes by heart these."""
     for tensor in model.parameters:
         whole = built.get_parameter(tensor.name)
         shape = split(tensor, Role.USE, layout).local_shape(world.rank)
@@ -92,13 +93,13 @@ def _is_cut(tensor: TensorSpec, position: int, layout: Layout) -> bool:
 
 def _reads(tensor: TensorSpec) -> int:
     """Which dim of a projection is that of its input: the last of the activation that it acts on."""
-    assert tensor.acts_on is not None
-    return next(i for i, dim in enumerate(tensor.dims) if dim.name == tensor.acts_on.dims[-1])
+    return next(i for i, dim in enumerate(tensor.dims) if dim.name == tensor.reads)
 
 
 def _entered(model: ModelSpec, layout: Layout) -> list[str]:
     """The modules that read the residual stream for projections that are cut along their output: the sublayers, and the head."""
-    heads = (_module(t) for t in model.tensors if t.kind == "matmul" and _is_cut(t, 1 - _reads(t), layout))
+    projections = (t for t in model.tensors if t.kind == "matmul" and len(t.dims) == 2)
+    heads = (_module(t) for t in projections if _is_cut(t, 1 - _reads(t), layout))
     return list(dict.fromkeys(path.rpartition(".")[0] or path for path in heads))
 
 

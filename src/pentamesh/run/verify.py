@@ -7,7 +7,7 @@ losses and every gradient agree to 1e-10 or the layout is wrong.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from pentamesh.job.precision import PRECISIONS
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.policy import Policy
 from pentamesh.layout.rhythm import LedgerRow, ledger, rhythm
-from pentamesh.layout.rules import copies
+from pentamesh.layout.rules import copies, on_expert_view
 from pentamesh.layout.split import split
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.families import describe
@@ -33,6 +33,7 @@ from pentamesh.model.spec import ModelSpec
 from pentamesh.run.data.batches import Batches
 from pentamesh.run.data.order import Row
 from pentamesh.run.data.samples import Samples
+from pentamesh.run.experts import dispatches
 from pentamesh.run.initial import drawing
 from pentamesh.run.ledger import Recorder
 from pentamesh.run.optim import adamw
@@ -89,7 +90,7 @@ class InRows(Batches):
 @dataclass
 class Outcome:
     """What a trial produced on one rank: per step the loss, norm and gradients; the final parameters; the last step's
-    ledger and the lengths of the rows of its micro-batches; placements checked."""
+    ledger, the lengths of the rows of its micro-batches, and the rows that came to its experts in each of their sparse layers; placements checked."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -97,6 +98,7 @@ class Outcome:
     parameters: dict[str, np.ndarray] = field(default_factory=dict)
     ledger: list[LedgerRow] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    came: list[list[int]] = field(default_factory=list)
     num_tensors_checked: int = 0
     split_errors: list[str] = field(default_factory=list)
 
@@ -141,18 +143,25 @@ def _steps(trial: Trial, trainee: Trainee, found: Outcome, watch: Callable[[Trai
     world = trainee.world
     samples = toy_samples(trial.seed, trial.global_batch * trial.num_steps * trial.in_a_row, trainee.model.vocab, trial.longest)
     batches = InRows(samples, trial.seed, trial.global_batch, trial.policy.micro_batch, world.share, in_a_row=trial.in_a_row)
+    came: list[int] = []
+    for dispatch in dispatches(trainee.module):
+        dispatch.heard.append(lambda counts: came.append(int(counts.sum())))
     for step in range(trial.num_steps):
+        came.clear()
         micros = batches.step(step * trial.global_batch)
         with Recorder(world) as recorder:
             result = take_step(trainee, micros, trial.optimizer.max_grad_norm, watch=watch)
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)
         found.ledger, found.lengths = recorder.rows(), [world.share.row_length(micro.input_ids.shape[1]) for micro in micros]
+        layers = len(came) // len(micros)
+        found.came = [came[at * layers : (at + 1) * layers] for at in range(len(micros))]
 
 
-def predicted_ledger(trial: Trial, lengths: Sequence[int], rank: int = 0) -> list[LedgerRow]:
-    """What `layout.rhythm` says a steady step of this trial moves, on a rank the rows of whose micro-batches have these lengths."""
-    return ledger(rhythm(trial.model, trial.layout, trial.policy, PRECISIONS[trial.precision], lengths, rank))
+def predicted_ledger(trial: Trial, found: Outcome, rank: int = 0) -> list[LedgerRow]:
+    """What `layout.rhythm` says a steady step of this trial moves, on a rank the rows of whose micro-batches have these lengths, and to whose experts
+    so many rows came."""
+    return ledger(rhythm(trial.model, trial.layout, trial.policy, PRECISIONS[trial.precision], found.lengths, rank, found.came))
 
 
 def compare(trial: Trial) -> dict[str, float]:
@@ -204,7 +213,9 @@ def _cut_by_torch(tensor: TensorSpec, trial: Trial, trainee: Trainee) -> torch.T
     part = torch.empty(tensor.shape, dtype=parameter.dtype)
     drawing(trial.seed)(tensor, split(tensor, Role.STATE, Layout()), 0, part)
     cut = [position for position, cuts in enumerate(split(tensor, Role.USE, world.layout).cuts) if cuts]
-    if cut and (shared := copies(tensor.dims[cut[0]], world.layout.mesh.tp)) > 1:
+    if on_expert_view(tensor, world.layout):
+        part = part.chunk(world.layout.mesh.ep, dim=0)[world.layout.mesh.coord(world.rank, ("ep",))]
+    elif cut and (shared := copies(tensor.dims[cut[0]], world.layout.mesh.tp)) > 1:
         part = part.chunk(world.layout.mesh.tp // shared, dim=cut[0])[world.layout.mesh.coord(world.rank, ("tp",)) // shared]
     elif cut:
         fused = part.split(list(tensor.dims[cut[0]].parts) or tensor.shape[cut[0]], dim=cut[0])

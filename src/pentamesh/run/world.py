@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pentamesh.errors import InputError
 from pentamesh.job.started import environment
-from pentamesh.layout.mesh import AXES, SHARD_AXES, Layout
+from pentamesh.layout.mesh import AXES, EXPERT_AXES, SHARD_AXES, Layout
 from pentamesh.run.data.share import Share
 
 __all__ = ["World", "connect", "join", "leave"]
@@ -55,12 +55,23 @@ class World:
         degrees = tuple(self.layout.mesh.degree(*together) for together in axes.values())
         return init_device_mesh(self.device.type, degrees, mesh_dim_names=tuple(axes))
 
-    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """The process group of this rank along `axes`. Collective: every rank asks for the same axes in the same order."""
-        axes = tuple(axis for axis in axes if self.layout.mesh.degree(axis) > 1)
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """torch's view of the ranks that hold the same experts: copies, and along edp those that cut them."""
+        mesh = self.layout.mesh
+        ranks = torch.tensor([mesh.peers(rank, ("edp",)) for rank in mesh.peers(self.rank, ("dp_replicate",))])
+        groups = [self.group((axis,), apart=True) for axis in ("dp_replicate", "edp")]
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=("dp_replicate", "edp"))
+
+    def group(self, axes: tuple[str, ...], *, apart: bool = False) -> dist.ProcessGroup:
+        """The process group of this rank along `axes`. Collective: every rank asks for the same axes in the same order.
+
+        Axes of the expert view have groups of their own where others join the same ranks. A group `apart` exists also where axes hold one rank.
+        """
+        axes = axes if apart else tuple(axis for axis in axes if self.layout.mesh.degree(axis) > 1)
         if axes not in self._groups:
             mine = self.layout.mesh.peers(self.rank, axes)
-            if len(mine) == self.num_ranks:
+            if len(mine) == self.num_ranks and not set(axes) & set(EXPERT_AXES):
                 self._groups[axes] = dist.distributed_c10d._get_default_group()
             else:
                 made = {ranks: dist.new_group(list(ranks)) for ranks in self.layout.mesh.groups(axes)}
@@ -68,7 +79,11 @@ class World:
         return self._groups[axes]
 
     def axes_of(self, group: dist.ProcessGroup) -> tuple[str, ...]:
-        """The axes that a process group runs along: those on which its ranks differ, or the inner part of one."""
+        """The axes that a process group runs along: those of the expert view that it was made for, else those on which its ranks differ, or the inner
+        part of one."""
+        for axes, made in self._groups.items():
+            if set(axes) & set(EXPERT_AXES) and made.group_name == group.group_name:
+                return axes
         mesh = self.layout.mesh
         coords = [mesh.coords(rank) for rank in dist.get_process_group_ranks(group)]
         places = {axis: len({c[axis] for c in coords}) for axis in AXES}
