@@ -66,6 +66,54 @@ GPT2: dict[str, Any] = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
+# Experts that not every token meets, on windows, beside a dense layer, with sinks and biases, or under latents. Dim 1 of what experts hold (twice
+# their width, or the hidden size) divides by 2 and 4, their number by 8.
+SPARSE: dict[str, Any] = {key: value for key, value in LLAMA.items() if key not in ("attention_bias", "mlp_bias")} | {
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "num_experts_per_tok": 2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MIXTRAL = SPARSE | {"model_type": "mixtral", "intermediate_size": 20, "num_local_experts": 8, "sliding_window": 9}
+QWEN3_MOE = SPARSE | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 20,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+    "tie_word_embeddings": True,
+}
+GPT_OSS = SPARSE | {"model_type": "gpt_oss", "intermediate_size": 20, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 7}
+DEEPSEEK_V2 = {key: value for key, value in SPARSE.items() if key not in ("head_dim", "num_key_value_heads")} | {
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "topk_method": "group_limited_greedy",
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.5,
+    "q_lora_rank": None,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+DEEPSEEK_V3 = DEEPSEEK_V2 | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "q_lora_rank": 24,
+    "num_nextn_predict_layers": 0,
+}
+del DEEPSEEK_V3["topk_method"]
 # Seven rows in `k_proj`-like tensors over four ranks leave the last one empty.
 TINY_ROWS = LLAMA | {"hidden_size": 5, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 7, "vocab_size": 13}
 
@@ -84,6 +132,8 @@ TOYS = {
 }
 TOYS["one key head"] = QWEN3 | {"num_key_value_heads": 1}
 TOYS |= {"gemma2": canonical(GEMMA2), "gemma3": canonical(GEMMA3), "phi3": canonical(PHI3), "glm4": canonical(GLM4)}
+TOYS |= {"mixtral": canonical(MIXTRAL), "qwen3-moe": canonical(QWEN3_MOE), "gpt-oss": canonical(GPT_OSS)}
+TOYS |= {"deepseek-v2": canonical(DEEPSEEK_V2), "deepseek-v3": canonical(DEEPSEEK_V3)}
 
 
 # ZeRO-1 and ZeRO-2 keep whole weights over a step; they differ in when gradients leave.

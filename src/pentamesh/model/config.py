@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pentamesh.errors import InputError, Problem
-from pentamesh.model.families import FAMILIES, gpt2
+from pentamesh.model.families import FAMILIES, experts, gpt2, latent
+from pentamesh.model.families.experts import SPARSE
+from pentamesh.model.families.llama import LATENT
 
 __all__ = ["BUILT_AS", "as_built", "canonical", "check", "parse_config", "read_config"]
 
@@ -42,7 +44,7 @@ OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 # GPT-2 has a table of positions and may leave out the width of its MLP; it has no key heads or head size of their own.
 GPT2_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 GPT2_OPTIONAL_SIZES = ("intermediate_size",)
-FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window", "rope_interleave")
 REALS = (
     "rms_norm_eps",
     "layer_norm_epsilon",
@@ -50,6 +52,9 @@ REALS = (
     "query_pre_attn_scalar",
     "attn_logit_softcapping",
     "final_logit_softcapping",
+    "routed_scaling_factor",
+    "swiglu_alpha",
+    "swiglu_limit",
 )
 # What a missing key means to transformers 5 where that is not "none" or "as many as the query heads". Source: configuration_*.py of each.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -65,10 +70,38 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
     "glm4": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
+    "mixtral": {"num_key_value_heads": 8},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "attention_bias": True},
+    "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2, "first_k_dense_replace": 0, "topk_method": "greedy"},
+    "deepseek_v3": {
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
 }
 # Keys that a null does not stand for the default of.
-NEVER_NULL = {name: {"num_key_value_heads", "head_dim", "tie_word_embeddings"} for name in ("gemma2", "gemma3_text")} | {
-    "glm4": {"num_key_value_heads", "head_dim", "attention_bias"}
+NEVER_NULL = (
+    {name: {"num_key_value_heads", "head_dim", "tie_word_embeddings"} for name in ("gemma2", "gemma3_text")}
+    | {
+        "glm4": {"num_key_value_heads", "head_dim", "attention_bias"},
+        "qwen3_moe": {"num_key_value_heads", "head_dim", "attention_bias", "norm_topk_prob", "decoder_sparse_step"},
+        "gpt_oss": {"attention_bias"},
+    }
+    | {name: {"attention_bias", "first_k_dense_replace", "n_shared_experts", "routed_scaling_factor"} for name in ("deepseek_v2", "deepseek_v3")}
+)
+# Other names that transformers takes for a key. Source: attribute_map of each config.
+ALIASES = {
+    "mixtral": {"num_experts": "num_local_experts"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+    "gpt_oss": {"num_experts": "num_local_experts"},
+    "deepseek_v2": {"num_experts": "n_routed_experts"},
+    "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
 }
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Older names of one kind of rotation. Source: transformers, configuration_phi3.py.
@@ -77,10 +110,15 @@ LONGROPE = {"phi3": ("su", "yarn")}
 ROTATED = {"glm4": 0.5, "phi3": 1.0}
 # Where layers of each kind have rotary frequencies of their own: the key that once named their base, and what its absence means.
 ROPE_BY_KIND = {"gemma3_text": {"full_attention": ("rope_theta", 1_000_000.0), "sliding_attention": ("rope_local_base_freq", 10_000.0)}}
+# What positions are rotated by where a config says nothing of kinds. Source: transformers, configuration_gpt_oss.py.
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}
+ROPE_UNSAID = {"gpt_oss": YARN | {"rope_theta": 150_000.0}}
 _OF_ROPE = ("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 # Names of architectures that are another's under a name of their own, for which transformers has no class.
 BUILT_AS = {"kimi_k2": "deepseek_v3"}
+# Keys of what comes with a model's files: code, which is never run, and how its weights are quantised, which are planned as if they were not.
+_OF_FILES = ("auto_map", "quantization_config")
 
 
 def read_config(path: Path, within: Path | None = None) -> dict[str, Any]:
@@ -123,8 +161,9 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config in transformers 5's spelling: `dtype` for `torch_dtype`, one `rope_parameters` for all that is said of rotary positions; what a
-    missing key means is filled in, and `auto_map` is left out, since no code that comes with a model is run."""
-    found = {key: value for key, value in config.items() if key not in ("torch_dtype", "auto_map", *_OF_ROPE)}
+    missing key means is filled in, without code and as if its files were not quantised."""
+    config = _named(config)
+    found = {key: value for key, value in config.items() if key not in ("torch_dtype", *_OF_FILES, *_OF_ROPE)}
     if "dtype" not in found and config.get("torch_dtype") is not None:
         found["dtype"] = config["torch_dtype"]
     if rope := _rope(config):
@@ -136,8 +175,17 @@ def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_built(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of modules whose family is not described, in its own spelling: without code, and as if its files were not quantised."""
-    kept = {key: value for key, value in config.items() if key not in ("auto_map", "quantization_config")}
-    return kept | {"model_type": BUILT_AS.get(config["model_type"], config["model_type"])}
+    return {key: value for key, value in config.items() if key not in _OF_FILES}
+
+
+def _named(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with one name for its architecture and for each key."""
+    model_type = config.get("model_type")
+    built_as = BUILT_AS.get(model_type, model_type) if isinstance(model_type, str) else model_type
+    names = ALIASES.get(str(built_as), {})
+    renamed = {names[key]: value for key, value in config.items() if key in names}
+    kept = {key: value for key, value in config.items() if key not in names}
+    return renamed | kept | ({"model_type": built_as} if "model_type" in config else {})
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,6 +193,8 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     if kinds := ROPE_BY_KIND.get(str(config.get("model_type"))):
         return _rope_by_kind(config, kinds)
     parts = [part for key in ("rope_scaling", "rope_parameters") if isinstance(part := config.get(key), dict)]
+    if not any(parts) and str(config.get("model_type")) in ROPE_UNSAID:
+        parts = [{key: value for key, value in ROPE_UNSAID[config["model_type"]].items() if key not in config}]
     rope = {("rope_type" if key == "type" else key): value for part in parts for key, value in part.items()}
     if config.get("rope_theta") is not None:
         rope.setdefault("rope_theta", config["rope_theta"])
@@ -176,7 +226,8 @@ def check(config: Mapping[str, Any], where: str) -> None:
         raise InputError(*problems)
 
 
-def _faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _faults(given: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    config = _named(given)
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         said = "there is no model_type" if model_type is None else f"model_type = {model_type!r} is not a name"
@@ -185,10 +236,7 @@ def _faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     if model_type not in FAMILIES:
         yield from _too_deep(config)
         return
-    if quantized := config.get("quantization_config"):
-        method = quantized.get("quant_method", "some method") if isinstance(quantized, dict) else quantized
-        yield "quantization_config", f"the weights are stored quantised ({method})", "give the model that it was made from"
-    yield from _spellings(config)
+    yield from _spellings(given)
     sizes = _sizes(config)
     bad = {key: value for key, value in sizes.items() if not _is_count(value)}
     for key, value in bad.items():
@@ -201,14 +249,33 @@ def _faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     if model_type != "gpt2":
         yield from _by_layer(config)
     if not bad:
-        yield from (_inconsistent_gpt2 if model_type == "gpt2" else _inconsistent)(sizes)
+        yield from _inconsistent_of(config, sizes)
+
+
+def _inconsistent_of(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """What is wrong with sizes that are whole numbers."""
+    model_type = config["model_type"]
+    if model_type == "gpt2":
+        yield from _inconsistent_gpt2(sizes)
+    elif model_type in LATENT:
+        yield from latent.faults(model_type, sizes)
+        yield from _deep("num_hidden_layers", sizes)
+    else:
+        yield from _inconsistent(sizes)
+    if model_type in SPARSE:
+        yield from experts.faults(DEFAULTS[model_type] | dict(config))
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes in the family's own spelling: those it needs, None where they are missing, and those it has beside them."""
-    if config["model_type"] != "gpt2":
-        return {key: config.get(key) for key in SIZES} | {key: config[key] for key in OPTIONAL_SIZES if config.get(key) is not None}
-    needed, optional = ([gpt2.SPELLING.get(key, key) for key in keys] for keys in (GPT2_SIZES, GPT2_OPTIONAL_SIZES))
+    model_type = config["model_type"]
+    needed, optional = SIZES, OPTIONAL_SIZES
+    if model_type == "gpt2":
+        needed, optional = (tuple(gpt2.SPELLING.get(key, key) for key in keys) for keys in (GPT2_SIZES, GPT2_OPTIONAL_SIZES))
+    if model_type in SPARSE:
+        config, needed = DEFAULTS[model_type] | dict(config), needed + SPARSE[model_type].sizes
+    if model_type in LATENT:
+        needed, optional = needed + latent.SIZES, optional + latent.OPTIONAL_SIZES
     return {key: config.get(key) for key in needed} | {key: config[key] for key in optional if config.get(key) is not None}
 
 

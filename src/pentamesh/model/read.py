@@ -98,20 +98,19 @@ def _root(folder: Path) -> Path:
 def _spec(config: dict[str, Any], name: str, where: str, notes: tuple[str, ...] = ()) -> ModelSpec:
     check(config, where)
     spec = describe(canonical(config), name) or _undescribed(config, name, where)
+    if built_as := BUILT_AS.get(config["model_type"]):
+        notes = (*notes, f"{config['model_type']} is built as {built_as}")
     if "auto_map" in config:
         notes = (*notes, "auto_map is left out: code that comes with a model is never run")
+    if config.get("quantization_config"):
+        notes = (*notes, "its files hold quantised weights: it is planned as if they were not")
+        spec = replace(spec, untrainable="its files hold quantised weights")
     return replace(spec, notes=(*spec.notes, *notes))
 
 
 def _undescribed(config: dict[str, Any], name: str, where: str) -> ModelSpec:
     """A model of no described family: its config in its own spelling, its tensors as transformers builds them."""
-    built_as = BUILT_AS.get(config["model_type"])
-    spec = generic.describe(facts_of(found := as_built(config), where), found, name)
-    said = (f"{config['model_type']} is built as {built_as}",) if built_as else ()
-    if config.get("quantization_config"):
-        said = (*said, "its files hold quantised weights: it is planned as if they were not")
-        spec = replace(spec, untrainable="its files hold quantised weights")
-    return replace(spec, notes=(*spec.notes, *said))
+    return generic.describe(facts_of(found := as_built(config), where), found, name)
 
 
 def hub_cache() -> Path:

@@ -42,7 +42,7 @@ class Experts:
     ffn                 the width of one
     layers              the layers that have them; others have a dense MLP
     shared_ffn          the width of the dense MLP that every token of such a layer meets beside them, 0 where there is none
-    scores              what becomes of the router's logits: `softmax` over all, `sigmoid` of each, or `softmax of chosen` over those of the chosen alone
+    scores              of the router's logits: `softmax` over all, `sigmoid` of each, or `softmax of chosen` over those of the chosen alone
     normed, scale       whether the weights of a token's experts are made to add up to one, and by what they are multiplied then
     groups, groups_met  a token chooses among the best `groups_met` of `groups` of neighbouring experts (1 of 1: among all)
     group_by            what tells the best groups: the `best` score in each, or the sum of its `best two`
@@ -98,6 +98,7 @@ class ModelSpec:
     latent        of attention whose keys and values are pressed into a latent, its widths
     experts       of a model with sparse layers, what they are; `ffn` is then the width of dense layers, 0 where there are none
     buffers       what is no parameter and yet in the model's files, whole on every rank; of the kind `buffer`
+    unbuilt       what names in its files begin with where they are of layers that no modules are built for
     kept          of a generic model, from which its activations are estimated; a described family lists them
     untrainable   what keeps the trainer from it; empty where nothing does
     is_assumed    whether the config is the catalogue's and not the model's own
@@ -127,6 +128,7 @@ class ModelSpec:
     latent: Latent | None = None
     experts: Experts | None = None
     buffers: tuple[TensorSpec, ...] = ()
+    unbuilt: tuple[str, ...] = ()
     kept: Kept | None = None
     untrainable: str = ""
     is_assumed: bool = False
