@@ -51,7 +51,6 @@ def test_all_at_once() -> None:
         "kv_heads = 8",
         "pipeline = 64",
         "has no experts",
-        "without sequence parallel",
         "2 x context = 4",
         "x 3 = 3",
     ):

@@ -86,7 +86,14 @@ QWEN3_MOE = SPARSE | {
     "mlp_only_layers": [1],
     "tie_word_embeddings": True,
 }
-GPT_OSS = SPARSE | {"model_type": "gpt_oss", "intermediate_size": 20, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 7}
+GPT_OSS = SPARSE | {
+    "model_type": "gpt_oss",
+    "intermediate_size": 20,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 7,
+    "max_position_embeddings": 131072,
+}
 DEEPSEEK_V2 = {key: value for key, value in SPARSE.items() if key not in ("head_dim", "num_key_value_heads")} | {
     "model_type": "deepseek_v2",
     "moe_intermediate_size": 20,

@@ -10,6 +10,7 @@ from pentamesh.errors import Problem
 from pentamesh.job.division import choice, divisors, uneven_batch, uneven_sequence
 from pentamesh.job.job import Batch
 from pentamesh.layout.mesh import DATA_AXES, Layout
+from pentamesh.layout.rules import on_expert_view
 from pentamesh.layout.split import split
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
@@ -64,9 +65,10 @@ def _tensor(asked: _Asked) -> Iterator[Problem]:
         first = _first(asked, dim) or (_first(asked, "heads") if units != model.num_heads else "")
         if not cuts(dim, units, tp) and first:
             yield Problem(f"tensor = {tp} does not divide {dim} = {units}", f"layout.tensor    {first}", f"use tensor = {works}")
-    for dim, units in (("vocab", model.vocab), ("ffn", model.ffn)):
+    widths = {"vocab": model.vocab, "ffn": min(filter(None, (model.ffn, model.experts.shared_ffn if model.experts else 0)), default=0)}
+    for dim, units in widths.items():
         # Other dims may be cut unevenly, but a module computes with something.
-        if -(-units // tp) * (tp - 1) >= units:
+        if units and -(-units // tp) * (tp - 1) >= units:
             what = f"tensor = {tp} leaves the last rank nothing of {dim} = {units}"
             yield Problem(what, f"layout.tensor    {_first(asked, dim)}", "use a smaller degree")
 
@@ -78,25 +80,34 @@ def _pipeline(asked: _Asked) -> Iterator[Problem]:
 
 
 def _experts(asked: _Asked) -> Iterator[Problem]:
-    mesh = asked.layout.mesh
-    if mesh.ep == 1 or not asked.model.is_described:
+    mesh, model = asked.layout.mesh, asked.model
+    if not model.is_described:
         return
-    experts = {dim.num_units for tensor in asked.model.block for dim in tensor.dims if dim.name == "experts"}
-    if not experts:
-        yield Problem(f"expert = {mesh.ep}, but {asked.model.name} has no experts", "layout.expert", "use expert = 1")
-    for count in experts:
-        if count % mesh.ep:
-            yield Problem(
-                f"expert = {mesh.ep} does not divide experts = {count}",
-                f"layout.expert    {_first(asked, 'experts')}",
-                f"use expert = {divisors(count)}",
-            )
+    if model.experts is None:
+        if mesh.ep > 1:
+            yield Problem(f"expert = {mesh.ep}, but {model.name} has no experts", "layout.expert", "use expert = 1")
+        return
     if mesh.tp > 1 and not asked.layout.sequence_parallel:
-        yield Problem(
-            f"expert = {mesh.ep} over tensor = {mesh.tp} without sequence parallel: all tensor ranks would send the same tokens",
-            "layout.expert",
-            "set sequence_parallel: true",
-        )
+        what = f"tensor = {mesh.tp} without sequence parallel: all tensor ranks would send the same tokens to the experts of {model.name}"
+        yield Problem(what, "layout.sequence_parallel", "set sequence_parallel: true")
+    if mesh.ep > 1:
+        yield from _parted(asked, model.experts.count)
+
+
+def _parted(asked: _Asked, count: int) -> Iterator[Problem]:
+    """Experts divide among ranks; and what ranks have of them is cut further with the rest, evenly: each cut is a part of a matrix's rows."""
+    mesh, where = asked.layout.mesh, f"layout.expert    {_first(asked, 'experts')}"
+    if count % mesh.ep:
+        yield Problem(f"expert = {mesh.ep} does not divide experts = {count}", where, f"use expert = {divisors(count)}")
+    if not asked.layout.cuts_state:
+        what = f"expert = {mesh.ep} beside copies of all weights (shard = none): experts would be parted where nothing else is"
+        yield Problem(what, "layout.shard", "use shard: optimizer, gradients or parameters")
+        return
+    experts = [t for unit in asked.model.kinds for t in unit.tensors if on_expert_view(t, asked.layout) and len(t.dims) > 1]
+    uneven = {t.dims[1].size: t for t in experts if t.dims[1].size % mesh.edp}
+    for size, tensor in uneven.items():
+        what = f"data x context x tensor / expert = {mesh.edp} does not divide {tensor.dims[1].name} = {size} of each expert"
+        yield Problem(what, f"layout.expert    {split(tensor, Role.WEIGHT, Layout())}", "use a larger expert degree, or copies (layout.replicate)")
 
 
 def _sequence(asked: _Asked) -> Iterator[Problem]:

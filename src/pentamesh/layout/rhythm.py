@@ -17,7 +17,7 @@ from pentamesh.layout.mesh import DATA_AXES, EXPERT_AXES, SHARD_AXES, TOKEN_AXES
 from pentamesh.layout.moves import Move, crossing, mirror, moves
 from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
 from pentamesh.layout.reach import Reached, ends, reach
-from pentamesh.layout.rules import tensor_partial
+from pentamesh.layout.rules import on_expert_view, tensor_partial
 from pentamesh.layout.split import split
 from pentamesh.layout.stages import on_stage
 from pentamesh.model.dims import Dim, TensorSpec
@@ -113,13 +113,23 @@ def parameters(model: ModelSpec, layout: Layout, policy: Policy, precision: Prec
 @lru_cache(maxsize=4096)
 def _gathered(unit: Unit, layout: Layout, itemsize: int, rank: int) -> tuple[Move, ...]:
     """The collectives that gather the parameters of one unit."""
-    return _fused(moves(t, Role.STATE, Role.USE, layout, itemsize, rank) for t in unit.tensors)
+    parts = _gathered_as_one(unit.tensors, layout)
+    return tuple(move for part in parts for move in _fused(moves(t, Role.STATE, Role.USE, layout, itemsize, rank) for t in part))
 
 
 @lru_cache(maxsize=4096)
 def _reduced(unit: Unit, layout: Layout, itemsize: int, rank: int) -> tuple[Move, ...]:
     """The collectives that reduce the gradients of one unit."""
-    return _fused(_reduction(t, Role.STATE, layout, itemsize, rank) for t in unit.tensors if t.trained)
+    parts = _gathered_as_one(unit.tensors, layout)
+    return tuple(move for part in parts for move in _fused(_reduction(t, Role.STATE, layout, itemsize, rank) for t in part if t.trained))
+
+
+def _gathered_as_one(tensors: Iterable[TensorSpec], layout: Layout) -> list[list[TensorSpec]]:
+    """The tensors of a unit; apart from the others those that live on the expert view."""
+    parts: dict[bool, list[TensorSpec]] = {}
+    for tensor in tensors:
+        parts.setdefault(on_expert_view(tensor, layout), []).append(tensor)
+    return list(parts.values())
 
 
 def _gathers(unit: Unit, policy: Policy) -> tuple[int, int]:
@@ -234,20 +244,20 @@ def _context(model: ModelSpec, layout: Layout, policy: Policy, itemsize: int, se
     if mesh.cp == 1:
         return
     again, back = 0 if kept or not reached.again else times, times if reached.mixes else 0
-    queries = activation("queries", model, layout, policy.micro_batch, seq, ("heads",))
-    keys = activation("keys", model, layout, policy.micro_batch, seq, ("kv_heads",), sequence="kv_seq")
+    queries, out = (activation(name, model, layout, policy.micro_batch, seq, (name,)) for name in ("heads", "given"))
+    keys = [activation(name, model, layout, policy.micro_batch, seq, (name,), sequence="kv_seq") for name in ("kv_heads", "values")]
     if layout.context == "ring":
         # A hop for every other rank. Backward passes keys and values round once more, and their gradients with them.
-        hop = Move("send", ("cp",), mesh.cp, 2 * split(keys, Role.ATTEND, layout).max_local_numel * itemsize)
+        hop = Move("send", ("cp",), mesh.cp, sum(split(t, Role.ATTEND, layout).max_local_numel for t in keys) * itemsize)
         yield Crossing("forward", hop, (mesh.cp - 1) * times)
         yield Crossing("backward", hop, (mesh.cp - 1) * (2 * back + again))
     elif layout.context == "all_gather":
         # What was gathered is not kept for backward, which gathers it itself.
-        gathered = _fused(moves(t, Role.USE, Role.ATTEND, layout, itemsize) for t in (keys, keys))
+        gathered = _fused(moves(t, Role.USE, Role.ATTEND, layout, itemsize) for t in keys)
         yield from _both_ways(gathered, times, again + back, reached.mixes)
     else:
-        entered = _fused(moves(t, Role.USE, Role.ATTEND, layout, itemsize) for t in (queries, keys, keys))
-        for crossed in (entered, moves(queries, Role.ATTEND, Role.USE, layout, itemsize)):
+        entered = _fused(moves(t, Role.USE, Role.ATTEND, layout, itemsize) for t in (queries, *keys))
+        for crossed in (entered, moves(out, Role.ATTEND, Role.USE, layout, itemsize)):
             yield from _both_ways(crossed, times, again, reached.mixes)
 
 
@@ -302,11 +312,15 @@ def _to_experts(
 
 
 def activation(name: str, model: ModelSpec, layout: Layout, batch: int, seq: int, last: tuple[str, ...], sequence: str = "seq") -> TensorSpec:
-    """A named activation of one micro-batch over the whole mesh: [batch x data ranks, sequence, last]."""
+    """A named activation of one micro-batch over the whole mesh: [batch x data ranks, sequence, last]. Of heads there are queries and what attention
+    gives (`given`), of key heads keys and `values`."""
+    given = model.value_dim or model.head_dim
     sizes = {
         "hidden": Dim("hidden", model.hidden),
         "heads": Dim("heads", model.num_heads * model.head_dim, model.head_dim),
+        "given": Dim("heads", model.num_heads * given, given),
         "kv_heads": Dim("kv_heads", model.num_kv_heads * model.head_dim, model.head_dim),
+        "values": Dim("kv_heads", model.num_kv_heads * given, given),
     }
     whole_batch = batch * layout.mesh.degree(*DATA_AXES)
     return TensorSpec(name, (Dim("batch", whole_batch), Dim(sequence, seq), *(sizes[dim] for dim in last)))

@@ -13,7 +13,18 @@ from pentamesh.layout.mesh import SHARD_AXES, Layout
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import STORE, Role
 
-__all__ = ["SHARDED_KINDS", "TABLE", "axes_of", "copies", "cutting_axes", "on_expert_view", "partial_axes", "sharding_of", "shared_by", "tensor_partial"]
+__all__ = [
+    "SHARDED_KINDS",
+    "TABLE",
+    "axes_of",
+    "copies",
+    "cutting_axes",
+    "on_expert_view",
+    "partial_axes",
+    "sharding_of",
+    "shared_by",
+    "tensor_partial",
+]
 
 
 @dataclass(frozen=True)
@@ -99,10 +110,10 @@ def shared_by(tensor: TensorSpec, layout: Layout) -> int:
 
 
 def sharding_of(tensor: TensorSpec, role: Role, layout: Layout) -> tuple[int, tuple[str, ...]]:
-    """The dim (by position) and the axes over which the strategy cuts a stored tensor; no axes where it does not."""
+    """The dim (by position) and the axes over which the strategy cuts a stored tensor; no axes where it does not, as no buffer."""
     expert = on_expert_view(tensor, layout)
     axes = ("edp",) if expert else tuple(a for a in SHARD_AXES if layout.mesh.degree(a) > 1)
-    if role not in STORE or role not in SHARDED_KINDS[layout.shard] or layout.mesh.degree(*axes) == 1:
+    if tensor.kind == "buffer" or role not in STORE or role not in SHARDED_KINDS[layout.shard] or layout.mesh.degree(*axes) == 1:
         return 0, ()
     return (1 if expert and len(tensor.dims) > 1 else 0), axes
 

@@ -127,9 +127,7 @@ def _exchanged(rows: torch.Tensor, sent: torch.Tensor, came: torch.Tensor, group
 
 
 @torch.library.custom_op("pentamesh::sent_out", mutates_args=())
-def _sent_out(
-    tokens: torch.Tensor, order: torch.Tensor, arranged: torch.Tensor, counts: torch.Tensor, per_token: int, group: str
-) -> torch.Tensor:
+def _sent_out(tokens: torch.Tensor, order: torch.Tensor, arranged: torch.Tensor, counts: torch.Tensor, per_token: int, group: str) -> torch.Tensor:
     """The rows that come to this rank's experts, in the order of these. Collective over `group`.
 
     Shapes: tokens [tokens * k / per_token, width]; returned [rows, width].
@@ -139,9 +137,7 @@ def _sent_out(
 
 
 @torch.library.custom_op("pentamesh::sent_home", mutates_args=())
-def _sent_home(
-    rows: torch.Tensor, order: torch.Tensor, arranged: torch.Tensor, counts: torch.Tensor, per_token: int, group: str
-) -> torch.Tensor:
+def _sent_home(rows: torch.Tensor, order: torch.Tensor, arranged: torch.Tensor, counts: torch.Tensor, per_token: int, group: str) -> torch.Tensor:
     """For each token the sum of its rows. Collective over `group`.
 
     Shapes: rows [rows, width]; returned [tokens * k / per_token, width].
@@ -194,8 +190,8 @@ def _experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """share * (gate(x @ gate_up + bias) @ down + bias) of every row by its expert, and what the gate saw.
 
-    Shapes: rows [rows, hidden], shares [rows, 1], counts as of `_routed`; gate_up [experts, 2 ffn, hidden] and down [experts, hidden, ffn], their last
-    two dims the other way round where `transposed`; biases [experts, 2 ffn] and [experts, hidden]; returned [rows, hidden] and [rows, 2 ffn].
+    Shapes: rows [rows, hidden], shares [rows, 1], counts as of `_routed`; gate_up [experts, 2 ffn, hidden] and down [experts, hidden, ffn], the last
+    two dims of both the other way round where `transposed`; biases [experts, 2 ffn] and [experts, hidden]; returned [rows, hidden] and [rows, 2 ffn].
     """
     each, gate = counts[1].sum(0).tolist(), Gate(act, alpha, limit)
     first, second = (gate_up, down) if transposed else (gate_up.transpose(1, 2), down.transpose(1, 2))

@@ -37,6 +37,7 @@ from pentamesh.run.head import join_head_and_loss
 from pentamesh.run.lean import keep_less
 from pentamesh.run.loss import weighted_loss
 from pentamesh.run.recompute import recompute
+from pentamesh.run.rotary import rotate_as_wide
 from pentamesh.run.router import route_by
 from pentamesh.run.shown import Getter, cast_to, show
 from pentamesh.run.tensor import AXIS, cross_borders, cut
@@ -70,6 +71,8 @@ def build(model: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
     with init_empty_weights(include_buffers=False):
         own = {"attn_implementation": ATTENTION, "experts_implementation": EXPERTS} if model.is_described else {"attn_implementation": "sdpa"}
         built = AutoModelForCausalLM.from_config(config, dtype=dtype, **own)
+    for parameter in built.parameters():
+        parameter.data = parameter.data.to(dtype)  # whatever it insists on: masters and casts are the precision's to say
     built.tie_weights()
     return built.train()
 
@@ -85,6 +88,7 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     for tensor in model.parameters:
         built.get_parameter(tensor.name).requires_grad_(tensor.trained)
     if model.is_described:
+        rotate_as_wide(built)
         keep_less(built, compiled=[unit for unit in model.units if unit and policy.compile])
         route_by(built, model)
     experts = dispatching(built, world.group(("ep",)).group_name if layout.mesh.ep > 1 else "")

@@ -34,8 +34,8 @@ _FUNCTIONAL = torch.ops._c10d_functional
 
 
 def cut(built: nn.Module, model: ModelSpec, layout: Layout, world: World) -> None:
-    """Give every parameter, still without storage, the shape that this rank works with, its heads, columns, rows or experts, and the modules that know
-    their sizes by heart these."""
+    """Give every parameter, still without storage, the shape that this rank works with - its heads, columns, rows or experts - and the modules that
+    know their sizes by heart these."""
     for tensor in model.parameters:
         whole = built.get_parameter(tensor.name)
         shape = split(tensor, Role.USE, layout).local_shape(world.rank)

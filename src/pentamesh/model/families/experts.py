@@ -35,6 +35,7 @@ class Sparse:
     scores      as in `Experts`
     normed      whether the weights of a token's experts are made to add up to one: fixed by the code, or named by the config (a key)
     group_by    as in `Experts`, of families whose tokens may choose among groups
+    wide        whether the router computes in float32, whatever the model does
     biased      whether a bias that is no parameter balances the loads
     adds        whether router and experts add biases to what they map; experts are then [in, out], and gate and up take turns
     mlp, each   what files call the MLP, and in it gate, up and down of each expert, which are not named where files have the tensors in memory
@@ -48,6 +49,7 @@ class Sparse:
     scores: Literal["softmax", "sigmoid", "softmax of chosen"] = "softmax"
     normed: bool | str = False
     group_by: Literal["", "best", "best two"] = ""
+    wide: bool = False
     biased: bool = False
     adds: bool = False
     mlp: str = "mlp"
@@ -67,7 +69,7 @@ def _after_the_first(config: Config, layer: int) -> bool:
     return layer >= config["first_k_dense_replace"]
 
 
-_DEEPSEEK: dict[str, Any] = {"count": "n_routed_experts", "shared": "n_shared_experts", "has": _after_the_first}
+_DEEPSEEK: dict[str, Any] = {"count": "n_routed_experts", "shared": "n_shared_experts", "has": _after_the_first, "wide": True}
 # Source: transformers, configuration_*.py, modeling_*.py and conversion_mapping.py of each.
 SPARSE = {
     "mixtral": Sparse("num_local_experts", "intermediate_size", normed=True, mlp="block_sparse_moe", each=("w1", "w3", "w2")),
@@ -97,6 +99,7 @@ def experts(config: Config) -> Experts | None:
         groups=groups,
         groups_met=groups_met,
         group_by=sparse.group_by or "best",
+        wide=sparse.wide,
         biased=sparse.biased,
     )
 
