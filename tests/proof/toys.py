@@ -198,7 +198,7 @@ def check_ledgers(wanted: Trial, ranks: Iterable[int], outcomes: Iterable[Outcom
         predicted = predicted_ledger(wanted, found, rank)
         assert not found.split_errors
         assert not differences(predicted, found.ledger)
-        assert {axis.partition("/")[0] for row in predicted for axis in row.axes} >= {axis for axis in AXES if mesh.degree(axis) > 1}
+        assert {axis.partition("/")[0] for row in predicted for axis in row.axes} >= {axis for axis in (*AXES, "ep") if mesh.degree(axis) > 1}
         compared += sum(row.count for row in predicted)
     return compared
 

@@ -55,7 +55,7 @@ def _fed_by_both(module: Any, stream: torch.Tensor) -> torch.Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """weight * x / rms(x), the root in float32 (float64 for a float64 model), or of all where that is wide; where centred (1 + weight) * x / rms(x)."""
+    """weight * x / rms(x), the root in float32 (float64 for a float64 model), or all of it where the weight is wide; where centred (1 + weight)."""
 
     @staticmethod
     def forward(ctx: Any, stream: torch.Tensor, weight: torch.Tensor, epsilon: float, centred: bool, wide_weight: bool) -> torch.Tensor:

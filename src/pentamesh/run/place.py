@@ -14,6 +14,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -23,7 +24,7 @@ from pentamesh.errors import Drift, Problem
 from pentamesh.job.precision import Precision
 from pentamesh.layout.mesh import COPY_AXES, Layout
 from pentamesh.layout.policy import DDP_BUCKET_BYTES, Policy
-from pentamesh.layout.rules import sharding_of
+from pentamesh.layout.rules import on_expert_view, sharding_of
 from pentamesh.layout.split import Split, split
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import Role
@@ -91,14 +92,14 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
         rotate_as_wide(built)
         keep_less(built, compiled=[unit for unit in model.units if unit and policy.compile])
         route_by(built, model)
-    experts = dispatching(built, world.group(("ep",)).group_name if layout.mesh.ep > 1 else "")
+    dispatching(built, world.group(("ep",)).group_name if layout.mesh.ep > 1 else "")
     recompute(built, policy, world.device)
     if policy.async_tensor and world.device.type == "cuda":
         overlap_tensor_moves(world.group(AXIS))
     if policy.compile:
         compile_blocks(built, model)
     if layout.cuts_state:
-        _fully_shard(built, model, policy, precision, world, experts if layout.mesh.ep > 1 else [])
+        _fully_shard(built, model, policy, precision, world)
     _materialise(built, model, world)
     together("reading weights", lambda: _fill(built, model, layout, world, fill))
     check(built, model, layout, precision, world)
@@ -111,29 +112,43 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
     return built if layout.cuts_state or layout.mesh.degree(*COPY_AXES) == 1 else _replicate(built, model, policy, world)
 
 
-def _fully_shard(built: nn.Module, model: ModelSpec, policy: Policy, precision: Precision, world: World, experts: list[nn.Module]) -> None:
-    """Cut every unit over the shard axes (and copy it over the replicate axis), each gathered and reduced as one; `experts` that are parted, which
-    fewer ranks hold, apart.
+def _fully_shard(built: nn.Module, model: ModelSpec, policy: Policy, precision: Precision, world: World) -> None:
+    """Cut every unit over the shard axes (and copy it over the replicate axis), each gathered and reduced as one; experts that are parted are on a
+    mesh of their own, beside the rest of their block.
 
     ZeRO-1, ZeRO-2 and full shard differ in how long what is gathered stays and when gradients are reduced, which is the policy's to say.
     """
     mesh = world.mesh["dp_replicate", "shard"] if world.layout.mesh.dp_replicate > 1 else world.mesh["shard"]
     compute = torch_dtype(precision.compute) if precision.compute != precision.weight else None
     mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch_dtype(precision.reduce), cast_forward_inputs=False)
-    for module in experts:
-        copies = world.expert_mesh if world.layout.mesh.dp_replicate > 1 else world.expert_mesh["edp"]
-        cut = None if world.layout.mesh.edp == 1 else lambda _: Shard(1)
-        fully_shard(module, mesh=copies, mp_policy=mixed, reshard_after_forward=policy.reshard, shard_placement_fn=cut)
-    units = [built.get_submodule(unit) for unit in model.units if unit]
+    units, elsewhere = [built.get_submodule(unit) for unit in model.units if unit], _experts_elsewhere(built, model, world)
     for module in (*units, built):
         # The root is used again at once by backward; FSDP never reshards it in between.
-        fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=policy.reshard and module is not built)
+        reshard = policy.reshard and module is not built
+        fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard, shard_placement_fn=elsewhere)
     for module in built.modules():
         if isinstance(module, FSDPModule):
             # Gradients are sums over tokens, divided once by the global count in the loss. Gloo has no averaging reduction either.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     _end_prefetch(built, model)
+
+
+def _experts_elsewhere(built: nn.Module, model: ModelSpec, world: World) -> Callable[[nn.Parameter], ShardPlacementResult | None] | None:
+    """For parameters that live on the expert view, where there are any: over which ranks, and along which dim, they are cut."""
+    parted = {built.get_parameter(t.name): t for t in model.parameters if on_expert_view(t, world.layout)}
+    if not parted:
+        return None
+    if world.layout.mesh.dp_replicate > 1:
+        info: FSDPMeshInfo = HSDPMeshInfo(world.expert_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    else:
+        info = FSDPMeshInfo(world.expert_mesh["edp"], shard_mesh_dim=0)
+
+    def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        tensor = parted.get(parameter)
+        return None if tensor is None else ShardPlacementResult(Shard(sharding_of(tensor, Role.STATE, world.layout)[0]), info)
+
+    return place
 
 
 def _end_prefetch(built: nn.Module, model: ModelSpec) -> None:

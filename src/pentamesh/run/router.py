@@ -39,7 +39,7 @@ def _route(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     """Logits, and of the chosen experts weights and indices. Shapes: hidden [..., hidden]; logits [tokens, experts], the others [tokens, k]."""
     rule: Experts = module.rule
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    bias = module._parameters.get("bias")
+    bias = getattr(module, "bias", None)
     logits = _WideLinear.apply(hidden, module.weight) if rule.wide else linear(hidden, module.weight, bias)
     wide = torch.promote_types(logits.dtype, torch.float32)
     scores = _scores(logits.to(wide), rule)
