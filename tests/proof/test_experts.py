@@ -1,5 +1,5 @@
-"""Expert parallel beside every strategy and axis, and the families that have experts: the numbers of one process, the predicted collectives, the boxes
-of `split`."""
+"""Expert parallel beside every strategy and axis, and the families that have experts: the numbers of one process, the predicted collectives, the
+boxes of `split`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EVERYWHERE = ("ep2", "ep2 of 4", "dp2 x tp2, sequence, ep4, zero1", "dp2 x cp2, 
 BELOW = ("*embed_tokens*", "model.layers.[01].*", "model.layers.2.[!m]*")
 FROZEN: dict[str, tuple[str, ...]] = {
     "experts": ("*experts*",),
-    "routers": ("*mlp.{router}.*"),
+    "routers": ("*mlp.{router}.*",),
     "all below a router": BELOW,
     "all below experts": (*BELOW, "*mlp.{router}.*"),
     "all below one projection": (*BELOW, "*mlp.{router}.*", "*gate_up_proj*"),
