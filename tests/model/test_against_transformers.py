@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pentamesh.model.catalogue import Entry, entries
-from pentamesh.model.config import DEFAULTS, ROPE_BY_KIND, as_built, canonical, check
+from pentamesh.model.config import DEFAULTS, ROPE_BY_KIND, as_built, canonical
 from pentamesh.model.families import FAMILIES, describe
+from pentamesh.model.faults import check
 from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run import trace
@@ -52,6 +53,18 @@ GPT2: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+# What a config of a family needs beside them.
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "bos_token_id": None, "eos_token_id": None}
+LATENTS: dict[str, Any] = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "num_key_value_heads": 4}
+NEEDED: dict[str, dict[str, Any]] = {
+    "mixtral": EXPERTS | {"num_local_experts": 6},
+    "qwen3_moe": EXPERTS | {"num_experts": 6, "moe_intermediate_size": 14},
+    "gpt_oss": EXPERTS | {"num_local_experts": 6},
+    "deepseek_v2": EXPERTS | LATENTS | {"n_routed_experts": 6, "moe_intermediate_size": 14},
+    "deepseek_v3": EXPERTS | LATENTS | {"n_routed_experts": 16, "moe_intermediate_size": 14},
+}
+SPARSE = {model_type: SMALL | {"model_type": model_type} | needed for model_type, needed in NEEDED.items()}
+GROUPED = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
 TOYS = {
     "llama": SMALL | {"model_type": "llama"},
     "llama tied, biases": ODD | {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -72,6 +85,17 @@ TOYS = {
     "phi3 grouped": SMALL | {"model_type": "phi3", "partial_rotary_factor": 0.5, "hidden_size": 32, "tie_word_embeddings": True},
     "glm4": SMALL | {"model_type": "glm4"},
     "glm4, odd": ODD | {"model_type": "glm4", "attention_bias": False, "partial_rotary_factor": 0.34},
+    "mixtral": SPARSE["mixtral"],
+    "mixtral, other names": SPARSE["mixtral"] | {"num_experts": 4, "num_local_experts": 4, "sliding_window": 5, "tie_word_embeddings": True},
+    "qwen3_moe": SPARSE["qwen3_moe"] | {"head_dim": 8, "decoder_sparse_step": 2, "num_hidden_layers": 5, "mlp_only_layers": [3]},
+    "qwen3_moe, other names": {key: value for key, value in SPARSE["qwen3_moe"].items() if key != "num_experts"} | {"num_local_experts": 5},
+    "gpt_oss": SPARSE["gpt_oss"],
+    "gpt_oss, rotated as told": SPARSE["gpt_oss"] | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "head_dim": 6},
+    "deepseek_v2": SPARSE["deepseek_v2"],
+    "deepseek_v2, no latent of queries": SPARSE["deepseek_v2"] | GROUPED | {"q_lora_rank": None, "mlp_bias": True, "first_k_dense_replace": 1},
+    "deepseek_v3": SPARSE["deepseek_v3"],
+    "deepseek_v3, biases": SPARSE["deepseek_v3"]
+    | {"attention_bias": True, "q_lora_rank": 7, "first_k_dense_replace": 1, "n_shared_experts": 2, "num_mtp_layers": 2, "tie_word_embeddings": True},
     "gpt2": GPT2,
     "gpt2 untied, odd": GPT2 | {"tie_word_embeddings": False, "n_embd": 35, "n_head": 5, "n_inner": 51, "n_positions": 33},
 }
@@ -88,7 +112,11 @@ def shapes(model: torch.nn.Module, *, tied_too: bool) -> dict[str, tuple[int, ..
 
 
 def agrees(spec: ModelSpec, model: torch.nn.Module) -> int:
-    """The number of tensors of `spec`, which are exactly those of `model`."""
+    """The number of tensors of `spec`, which are exactly those of `model`, as are its buffers that files hold."""
+    saved = model.state_dict()
+    assert {t.name: t.shape for t in spec.buffers} == {
+        name: tuple(b.shape) for name, b in model.named_buffers() if name in saved
+    } or not spec.is_described
     assert {t.name: t.shape for t in spec.tensors} == shapes(model, tied_too=True)
     assert {t.name: t.shape for t in spec.parameters} == shapes(model, tied_too=False)
     assert spec.num_parameters == sum(p.numel() for p in model.parameters())
@@ -114,26 +142,34 @@ def test_one_spelling_builds_the_same_model(toy: str) -> None:
     assert written == ours
 
 
-@pytest.mark.parametrize("toy", ["llama tied, biases", "mistral", "qwen2 tied, uneven", "qwen3", "gemma2", "gemma3_text", "phi3", "glm4", "gpt2"])
+@pytest.mark.parametrize(
+    "toy", ["llama tied, biases", "mistral", "qwen2 tied, uneven", "qwen3", "gemma2", "gemma3_text", "phi3", "glm4", "gpt2", *SPARSE]
+)
 def test_tensors_are_listed_as_a_forward_pass_meets_them(toy: str) -> None:
     spec = describe(canonical(TOYS[toy]), toy)
-    model = AutoModelForCausalLM.from_config(hf_config(TOYS[toy]))
+    model = AutoModelForCausalLM.from_config(hf_config(TOYS[toy]), experts_implementation="eager")
     met: list[str] = []
     for path, module in model.named_modules():
         own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
-        if own:
+        if own and not path.endswith("self_attn"):  # whose own are sinks, met between what it calls
             module.register_forward_pre_hook(lambda *_, own=own: met.extend(own))
     model(torch.tensor([[1, 2, 3]]))
     assert spec is not None
-    assert [t.name for t in spec.tensors] == met
+    assert [t.name for t in spec.tensors if t.kind != "sink"] == met
+    sinks = [place for place, t in enumerate(spec.tensors) if t.kind == "sink"]
+    assert [spec.tensors[place + 1].name for place in sinks] == [t.name.replace("sinks", "o_proj.weight") for t in spec.tensors if t.kind == "sink"]
 
 
 @pytest.mark.parametrize("model_type", LLAMAS)
 def test_what_a_missing_key_means(model_type: str) -> None:
-    config = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"} | {"model_type": model_type, "num_attention_heads": 32, "hidden_size": 64}
+    heads = 128 if model_type == "deepseek_v3" else 32
+    config = SMALL | NEEDED.get(model_type, {}) | {"model_type": model_type, "num_attention_heads": heads, "hidden_size": 2 * heads}
+    config = {k: v for k, v in config.items() if k != "num_key_value_heads"}
+    check(config, model_type)
     theirs, ours = hf_config(config), describe(canonical(config), model_type)
     assert ours is not None
-    assert (ours.num_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, theirs.head_dim if hasattr(theirs, "head_dim") else 2)
+    head_dim = theirs.qk_head_dim if ours.latent else getattr(theirs, "head_dim", None) or 2
+    assert (ours.num_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, head_dim)
     assert set(DEFAULTS) <= set(FAMILIES)
 
 
@@ -142,7 +178,11 @@ def test_both_spellings_as_transformers_writes_and_reads_them(model_type: str, t
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     if model_type == "phi3":  # of which transformers allows two kinds
         rope = {"rope_type": "longrope", "short_factor": [1.0, 2.0, 3.0], "long_factor": [4.0, 5.0, 6.0]}
-    published = SMALL | {"model_type": model_type, "head_dim": 6, "rope_theta": 5e5, "rope_scaling": rope, "torch_dtype": "bfloat16"}
+    published = (
+        SMALL
+        | NEEDED.get(model_type, {})
+        | {"model_type": model_type, "head_dim": 6, "rope_theta": 5e5, "rope_scaling": rope, "torch_dtype": "bfloat16"}
+    )
     (tmp_path / "published.json").write_text(json.dumps(published))
     hf_config(deepcopy(published)).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
@@ -167,13 +207,19 @@ def test_both_spellings_as_transformers_writes_and_reads_them(model_type: str, t
         ({"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"] * 4}, (8, 8, 8, 8)),
         ({"model_type": "phi3", "sliding_window": 8}, (8, 8, 8, 8)),
         ({"model_type": "phi3"}, ()),
+        ({"model_type": "mixtral", "sliding_window": 8, "layer_types": ["full_attention"] * 4}, (8, 8, 8, 8)),
+        ({"model_type": "mixtral"}, ()),
+        ({"model_type": "qwen3_moe", "sliding_window": 8}, ()),
+        ({"model_type": "qwen3_moe", "sliding_window": 8, "use_sliding_window": True}, (8, 8, 8, 8)),
+        ({"model_type": "gpt_oss"}, (128, None, 128, None)),
+        ({"model_type": "gpt_oss", "layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, (None, None, None, 128)),
         ({"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 8)),
     ],
     ids=str,
 )
 def test_windows_are_those_that_the_modules_ask_for(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     """What each attention is called with, in the order of layers."""
-    config = SMALL | {"num_hidden_layers": 4, "hidden_size": 32, "head_dim": 8} | config
+    config = SMALL | {"num_hidden_layers": 4, "hidden_size": 32, "head_dim": 8} | NEEDED.get(config["model_type"], {}) | config
     asked: list[int | None] = []
 
     def attend(module: Any, query: torch.Tensor, *_: Any, sliding_window: int | None = None, **__: Any) -> tuple[torch.Tensor, None]:
@@ -181,7 +227,8 @@ def test_windows_are_those_that_the_modules_ask_for(config: dict[str, Any], wind
         return query.transpose(1, 2).contiguous(), None
 
     ALL_ATTENTION_FUNCTIONS.register("recorded", attend)
-    AutoModelForCausalLM.from_config(hf_config(deepcopy(config)), attn_implementation="recorded")(torch.tensor([[1, 2, 3]]))
+    model = AutoModelForCausalLM.from_config(hf_config(deepcopy(config)), attn_implementation="recorded", experts_implementation="eager")
+    model(torch.tensor([[1, 2, 3]]))
     spec = describe(canonical(config), "toy")
     assert spec is not None
     assert tuple(asked) == (windows or (None,) * 4)

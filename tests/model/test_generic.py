@@ -62,7 +62,7 @@ def described(config: dict[str, Any], name: str) -> ModelSpec:
 def test_each_undescribed_model_has_one_file_of_facts() -> None:
     found = {path.name for path in (files("pentamesh.model") / "facts").iterdir()}
     assert found == {f"{entry.id.replace('/', '--')}.json" for entry in GENERIC}
-    assert len(GENERIC) == 26
+    assert len(GENERIC) == 15
 
 
 def test_facts_name_the_release_that_they_belong_to() -> None:
@@ -85,8 +85,8 @@ def test_kept_facts_of_the_catalogue_are_what_transformers_says() -> None:
 
 def test_a_published_folder_of_the_catalogue_needs_no_helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("nothing has to be asked"))
-    entry = next(e for e in GENERIC if e.id == "openai/gpt-oss-20b")
-    published = entry.config | {"torch_dtype": "float16", "eos_token_id": 5, "quantization_config": {"quant_method": "mxfp4"}}
+    entry = next(e for e in GENERIC if e.id == "zai-org/GLM-4.5-Air")
+    published = entry.config | {"torch_dtype": "float16", "eos_token_id": 5, "quantization_config": {"quant_method": "fp8"}}
     spec = read_model(folder(tmp_path / "copy", published))
     assert spec.tensors == read_model(entry.id).tensors
     assert spec.untrainable == "its files hold quantised weights"
@@ -116,7 +116,7 @@ def test_attention_counts_the_window_and_no_linear_layer() -> None:
 def test_the_estimate_of_activations_is_exact_where_a_family_lists_them() -> None:
     for entry in entries():
         spec = read_model(entry.id)
-        if spec.family == "generic":
+        if spec.family == "generic" or spec.experts:  # of experts a family lists what the estimate does not know: how tokens are arranged
             continue
         sizes = {key: getattr(spec, key) for key in ("hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim")}
         estimated = replace(spec, kept=generic.kept(spec.tensors, sizes))
@@ -161,7 +161,7 @@ def recorded_bytes(config: dict[str, Any], layers: int) -> int:
 @pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep"])
 def test_other_axes_say_how_to_describe_a_family(axis: str) -> None:
     mesh = Mesh(dp_shard=2, ep=2) if axis == "ep" else Mesh(**{axis: 2})
-    wrong = problems(read_model("mixtral-8x7b"), Layout(mesh, "parameters"), Batch(seq_len=4096, global_batch=16))
+    wrong = problems(read_model("glm-4.5-air"), Layout(mesh, "parameters"), Batch(seq_len=4096, global_batch=16))
     assert "is not described: its dimensions have no names to cut along" in wrong[0].what
     assert "describe the family in pentamesh/model/families" in wrong[0].hint
 

@@ -242,7 +242,6 @@ def test_a_config_that_is_none(case: str, tmp_path: Path) -> None:
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings", "tie_word_embeddings = 'false' is neither true nor false"),
         ({"rope_scaling": "linear"}, "rope_scaling", "rope_scaling = 'linear' is not a mapping"),
         ({"model_type": "some_other", "num_hidden_layers": 10**9}, "num_hidden_layers", "is more than 10,000"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "the weights are stored quantised (gptq)"),
         ({"hidden_size": 10**40}, "hidden_size", "is not a whole number from 1 to 1,000,000,000"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps", "rms_norm_eps = nan is not a number above 0"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps", "rms_norm_eps = '1e-5' is not a number above 0"),
@@ -301,6 +300,91 @@ def test_gpt2_is_judged_in_its_own_spelling(change: dict[str, Any], key: str, sa
     assert len(found) == 1, found
     assert said in found[0][0]
     assert found[0][1] == f"{tmp_path / 'toy' / 'config.json'} {key}"
+
+
+SPARSE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 20, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v2": {"n_routed_experts": 8, "moe_intermediate_size": 20, "num_experts_per_tok": 2, "q_lora_rank": None, "num_key_value_heads": 4}
+    | {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
+}
+SPARSE["deepseek_v3"] = SPARSE["deepseek_v2"] | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "key", "said"),
+    [
+        ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size", "moe_intermediate_size is missing"),
+        ("qwen3_moe", {"num_experts": 0}, "num_experts", "num_experts = 0 is not a whole number from 1"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok", "num_experts_per_tok = 9 is more than num_experts = 8"),
+        ("qwen3_moe", {"num_local_experts": 4}, "num_experts", "num_experts = 8 and num_local_experts = 4"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step", "decoder_sparse_step = 0 is not a whole number from 1"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers", "mlp_only_layers = 1 is not a list of numbers of layers"),
+        ("qwen3_moe", {"head_dim": None}, "head_dim", "head_dim is null"),
+        ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob", "norm_topk_prob = 'yes' is neither true nor false"),
+        ("mixtral", {"num_local_experts": None}, "num_local_experts", "num_local_experts is missing"),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window", "sliding_window is null"),
+        ("deepseek_v2", {"kv_lora_rank": None}, "kv_lora_rank", "kv_lora_rank is missing"),
+        ("deepseek_v2", {"q_lora_rank": 0}, "q_lora_rank", "q_lora_rank = 0 is not a whole number from 1"),
+        ("deepseek_v2", {"n_shared_experts": 0}, "n_shared_experts", "n_shared_experts = 0 is not a whole number from 1"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method", "topk_method = 'noaux_tc' is not one that is known"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "topk_group": 1}, "n_group", "n_group = None is not a whole number from 1"),
+        ("deepseek_v2", {"hidden_size": 26}, "hidden_size", "hidden_size = 26 is not a multiple of num_attention_heads = 4"),
+        ("deepseek_v3", {"n_group": 3}, "n_group", "n_group = 3 does not divide n_routed_experts = 8 into groups of at least 2"),
+        ("deepseek_v3", {"n_group": 8}, "n_group", "n_group = 8 does not divide n_routed_experts = 8 into groups of at least 2"),
+        ("deepseek_v3", {"topk_group": 5}, "topk_group", "topk_group = 5 is more than n_group = 4"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok", "is more than the 4 experts of topk_group = 2 groups"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads", "num_key_value_heads = 2 is not num_attention_heads = 4"),
+        ("deepseek_v3", {"qk_rope_head_dim": 5}, "qk_rope_head_dim", "qk_rope_head_dim = 5 is odd"),
+        ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace", "first_k_dense_replace = -1 is not a whole number from 0"),
+        ("deepseek_v3", {"num_hidden_layers": 10**9}, "num_hidden_layers", "is more than 10,000"),
+        ("deepseek_v3", {"routed_scaling_factor": "x"}, "routed_scaling_factor", "routed_scaling_factor = 'x' is not a number above 0"),
+    ],
+)
+def test_one_thing_wrong_with_the_experts(model_type: str, change: dict[str, Any], key: str, said: str, tmp_path: Path) -> None:
+    good = GOOD | {"model_type": model_type} | SPARSE[model_type]
+    assert read_model(str(folder(tmp_path / "good", good))).experts
+    found = refused(str(folder(tmp_path / "toy", good | change)))
+    assert len(found) == 1, found
+    assert said in found[0][0]
+    assert found[0][1] == f"{tmp_path / 'toy' / 'config.json'} {key}"
+    assert found[0][2]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "its files hold quantised weights"),
+        ({"hidden_act": "relu6"}, "its experts compute with relu6"),
+        ({"router_jitter_noise": 0.1}, "its routers see the stream with noise (router_jitter_noise)"),
+        ({"attention_dropout": 0.1}, "it drops activations at random (attention_dropout)"),
+    ],
+)
+def test_what_keeps_the_trainer_from_experts(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    good = GOOD | {"model_type": "mixtral"} | SPARSE["mixtral"]
+    whole, spec = read_model(str(folder(tmp_path / "whole", good))), read_model(str(folder(tmp_path / "toy", good | change)))
+    assert not whole.untrainable
+    assert said in spec.untrainable
+    assert spec.tensors == whole.tensors
+
+
+def test_files_of_quantised_weights_are_planned_as_if_they_were_not(tmp_path: Path) -> None:
+    spec = read_model(str(folder(tmp_path / "toy", GOOD | {"quantization_config": {"quant_method": "gptq"}})))
+    assert "quantization_config" not in spec.config
+    assert spec.notes == ("its files hold quantised weights: it is planned as if they were not",)
+    assert spec.untrainable == "its files hold quantised weights"
+
+
+def test_kimi_is_built_as_deepseek(tmp_path: Path) -> None:
+    published = GOOD | SPARSE["deepseek_v3"] | {"model_type": "kimi_k2", "num_nextn_predict_layers": 2, "first_k_dense_replace": 1}
+    spec = read_model(str(folder(tmp_path / "toy", published)))
+    assert (spec.family, spec.config["model_type"]) == ("deepseek_v3", "deepseek_v3")
+    assert spec.unbuilt == ("model.layers.2.", "model.layers.3.")
+    assert spec.notes == (
+        "layers for multi-token prediction in its files (model.layers.2., model.layers.3.) are not built",
+        "kimi_k2 is built as deepseek_v3",
+    )
 
 
 def test_all_that_is_wrong_with_the_sizes(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from pentamesh.errors import InputError
 from pentamesh.model import catalogue
-from pentamesh.model.config import BUILT_AS, as_built, canonical, check, parse_config, read_config
+from pentamesh.model.config import BUILT_AS, as_built, canonical, parse_config, read_config
 from pentamesh.model.families import describe, generic
+from pentamesh.model.faults import check
 from pentamesh.model.spec import ModelSpec
 from pentamesh.model.traced import facts_of
 

@@ -20,8 +20,8 @@ from pentamesh.job.hardware import Hardware, read_hardware, started_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.read import job_from_flags
 from pentamesh.job.started import started
-from pentamesh.model.config import check
 from pentamesh.model.families import describe
+from pentamesh.model.faults import check
 from pentamesh.model.spec import ModelSpec
 from pentamesh.translate.flags import Setting, given_value, settings
 from pentamesh.translate.megatron_model import architecture, count, number
