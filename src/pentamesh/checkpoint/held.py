@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from pentamesh.layout.split import Box, Split, chunk
 from pentamesh.model.dims import TensorSpec
+from pentamesh.model.files import fused
 
 __all__ = ["Held", "Portion", "held", "portions"]
 
@@ -34,16 +35,8 @@ class Portion:
 
 def portions(tensor: TensorSpec) -> tuple[Portion, ...]:
     """The tensors that are fused in `tensor`, in order; itself where none are."""
-    fused = next((i for i, dim in enumerate(tensor.dims) if len(dim.parts) > 1), None)
-    if fused is None:
-        return (Portion("", (0,) * len(tensor.shape), tensor.shape),)
-    found, start = [], 0
-    for number, length in enumerate(tensor.dims[fused].parts):
-        offset = tuple(start if i == fused else 0 for i in range(len(tensor.dims)))
-        shape = tuple(length if i == fused else size for i, size in enumerate(tensor.shape))
-        found.append(Portion(f".part{number}", offset, shape))
-        start += length
-    return tuple(found)
+    regions = fused(tensor)
+    return tuple(Portion(f".part{number}" if len(regions) > 1 else "", *region) for number, region in enumerate(regions))
 
 
 def held(name: str, local: torch.Tensor, split: Split, rank: int, *, shared: bool = False) -> dict[str, torch.Tensor]:

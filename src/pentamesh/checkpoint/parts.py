@@ -17,6 +17,7 @@ import torch
 from pentamesh.checkpoint.headers import DTYPES, Entry, read_header
 from pentamesh.checkpoint.manifest import MANIFEST, TensorFacts
 from pentamesh.errors import InputError, Problem
+from pentamesh.model.files import Region, overlap
 
 __all__ = ["Part", "fill", "misfit", "parts", "read_box", "unfilled", "whole"]
 
@@ -169,19 +170,27 @@ def whole(pieces: list[Part], shape: tuple[int, ...], dtype: torch.dtype) -> tor
     return found
 
 
-def fill(target: torch.Tensor, pieces: list[Part]) -> None:
-    """Write the pieces of a tensor to their places in `target`, which has its shape, some rows at a time. Raises InputError as `read_box` does."""
+def fill(target: torch.Tensor, pieces: list[Part], origin: tuple[int, ...] | None = None) -> None:
+    """Write the pieces of a tensor to their places in `target`, some rows at a time; what of them lies outside is not read.
+
+    `target` is the tensor, or the region of its shape that begins at `origin`. Raises InputError as `read_box` does.
+    """
+    wanted = Region(origin or (0,) * target.dim(), tuple(target.shape))
     for piece in pieces:
-        for offset, size in _slabs(piece.entry):
-            place = tuple(slice(a + b, a + b + length) for a, b, length in zip(piece.entry.offset, offset, size, strict=True))
-            target[place] = read_box(piece.path, piece.entry, offset, size).to(target.dtype)
+        for slab in _slabs(overlap(wanted, Region(piece.entry.offset, piece.entry.shape)), piece.entry.torch_dtype.itemsize):
+            place = tuple(slice(low - first, low - first + length) for low, first, length in zip(slab.offset, wanted.offset, slab.size, strict=True))
+            within = tuple(low - first for low, first in zip(slab.offset, piece.entry.offset, strict=True))
+            target[place] = read_box(piece.path, piece.entry, within, slab.size).to(target.dtype)
 
 
-def _slabs(entry: Entry) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offset and size of boxes of whole rows, of at most BLOCK_BYTES or one row, which are the tensor together."""
-    if not entry.shape:
-        yield (), ()
+def _slabs(region: Region | None, itemsize: int) -> Iterator[Region]:
+    """Whole rows of a region, at most BLOCK_BYTES of them or one at a time, which are the region together."""
+    if region is None:
         return
-    rows = max(1, BLOCK_BYTES * entry.shape[0] // (entry.end - entry.begin))
-    for row in range(0, entry.shape[0], rows):
-        yield (row, *(0,) * (len(entry.shape) - 1)), (min(rows, entry.shape[0] - row), *entry.shape[1:])
+    if not region.size:
+        yield region
+        return
+    (low, *offset), (length, *size) = region
+    rows = max(1, BLOCK_BYTES // (math.prod(size) * itemsize))
+    for row in range(0, length, rows):
+        yield Region((low + row, *offset), (min(rows, length - row), *size))

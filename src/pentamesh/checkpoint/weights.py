@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -18,9 +20,10 @@ from pentamesh.checkpoint.headers import Entry, read_header
 from pentamesh.errors import InputError, Problem
 from pentamesh.layout.split import Box, Split
 from pentamesh.model.dims import TensorSpec
+from pentamesh.model.files import Piece, Region, overlap, pieces
 from pentamesh.model.spec import ModelSpec
 
-__all__ = ["INDEX", "SINGLE", "Stored", "Weights", "file_name", "inside"]
+__all__ = ["INDEX", "SINGLE", "Stored", "Weights", "inside"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # A buffer that files of old kept for each layer; it is computed from the config (transformers drops it too: modeling_utils, inv_freq).
@@ -31,6 +34,8 @@ _READ_NUMEL = 2**22
 _MAX_NAME_BYTES = 255  # of Linux and macOS (NAME_MAX)
 # A config of another model differs in every layer: these say enough.
 _MAX_PROBLEMS = 20
+# Names among which one like a missing one is looked for: comparing texts is slow, and so many mean another model.
+_MAX_COMPARED = 1000
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,18 @@ class Stored:
 
     path: Path
     entry: Entry
+
+
+class Wanted(NamedTuple):
+    """A tensor of the model, and one that files have of it."""
+
+    tensor: TensorSpec
+    piece: Piece
+
+    def __str__(self) -> str:
+        """By the name in files, and by that in memory where it is another."""
+        name, is_whole = self.piece.name, self.piece.shape == self.tensor.shape
+        return str(self.tensor) if name == self.tensor.name else f"{name} ({'' if is_whole else 'a part of '}{self.tensor})"
 
 
 @dataclass(frozen=True)
@@ -83,40 +100,42 @@ class Weights:
 
     def check(self, model: ModelSpec) -> None:
         """Raise InputError with everything in which the folder is not `model`: tensors missing, unexpected, of another shape or wrongly tied."""
-        wanted = {file_name(tensor): tensor for tensor in model.tensors}
+        wanted = {piece.name: Wanted(tensor, piece) for tensor in (*model.tensors, *model.buffers) for piece in pieces(tensor)}
         problems = [*self._missing(wanted), *self._unexpected(wanted, model), *self._misshapen(wanted), *self._not_weights(wanted)]
         if not problems:
-            problems = [problem for tensor in model.tensors if tensor.tied_to for problem in self._untied(file_name(tensor), tensor)]
+            problems = [problem for found in wanted.values() if found.tensor.tied_to for problem in self._untied(*found)]
         if len(problems) > _MAX_PROBLEMS:
             problems[_MAX_PROBLEMS:] = [Problem(f"{len(problems) - _MAX_PROBLEMS} more tensors do not fit the config", str(self.folder))]
         if problems:
             raise InputError(*problems)
 
-    def _missing(self, wanted: dict[str, TensorSpec]) -> Iterator[Problem]:
+    def _missing(self, wanted: dict[str, Wanted]) -> Iterator[Problem]:
+        others = self.tensors.keys() - wanted.keys()
         for name in sorted(wanted.keys() - self.tensors.keys()):
-            if wanted[name].tied_to is None:
-                near = difflib.get_close_matches(name, self.tensors.keys() - wanted.keys(), 1)
+            if wanted[name].tensor.tied_to is None:
+                near = difflib.get_close_matches(name, others, 1) if len(others) <= _MAX_COMPARED else []
                 yield Problem(f"{wanted[name]} is missing", str(self.folder), f"the folder has {near[0]}" if near else "")
 
-    def _unexpected(self, wanted: dict[str, TensorSpec], model: ModelSpec) -> Iterator[Problem]:
+    def _unexpected(self, wanted: dict[str, Wanted], model: ModelSpec) -> Iterator[Problem]:
         for name in sorted(self.tensors.keys() - wanted.keys()):
-            if not _COMPUTED.search(name):
+            if not _COMPUTED.search(name) and not name.startswith(model.unbuilt):
                 yield Problem(f"{name} is not part of {model.name} ({model.family})", str(self.tensors[name].path))
 
-    def _misshapen(self, wanted: dict[str, TensorSpec]) -> Iterator[Problem]:
+    def _misshapen(self, wanted: dict[str, Wanted]) -> Iterator[Problem]:
         for name in sorted(self.tensors.keys() & wanted.keys()):
-            found, shape = self.tensors[name].entry.shape, wanted[name].shape
+            found, shape = self.tensors[name].entry.shape, wanted[name].piece.shape
             if found != shape:
                 yield Problem(f"{wanted[name]} should be {list(shape)} and is {list(found)}", str(self.tensors[name].path))
 
-    def _not_weights(self, wanted: dict[str, TensorSpec]) -> Iterator[Problem]:
+    def _not_weights(self, wanted: dict[str, Wanted]) -> Iterator[Problem]:
         for name in sorted(self.tensors.keys() & wanted.keys()):
             if not self.tensors[name].entry.torch_dtype.is_floating_point:
                 what = f"{wanted[name]} is stored as {self.tensors[name].entry.dtype}, which is no dtype of weights"
                 yield Problem(what, str(self.tensors[name].path), "quantised weights are not trained: give the model that they were made from")
 
-    def _untied(self, name: str, tensor: TensorSpec) -> Iterator[Problem]:
+    def _untied(self, tensor: TensorSpec, piece: Piece) -> Iterator[Problem]:
         """A problem when the file has both names of a tied tensor with different values: one of them would be lost in silence."""
+        name = piece.name
         if name in self.tensors and not _same_bytes(self.tensors[name], self.tensors[str(tensor.tied_to)]):
             hint = "set tie_word_embeddings to false in config.json, or remove one of the two from the file"
             yield Problem(f"config.json ties {name} to {tensor.tied_to}, and their values differ", str(self.tensors[name].path), hint)
@@ -128,26 +147,33 @@ class Weights:
         return local
 
     def read_into(self, tensor: TensorSpec, split: Split, rank: int, local: torch.Tensor) -> None:
-        """Fill `local` with what `rank` holds of `tensor`: box by box, some rows at a time, cast to its dtype and moved to its device.
+        """Fill `local` with what `rank` holds of `tensor`: box by box, of every tensor in the files that a box meets some rows at a time, cast to its
+        dtype and moved to its device.
 
         Shapes: `split.local_shape(rank)`. Raises InputError where the values are not all finite.
         """
-        stored = self.tensors[file_name(tensor)]
-        if local.numel():
-            with safe_open(stored.path, framework="pt") as file:
-                part = file.get_slice(file_name(tensor))
-                for slab in (slab for box in split.boxes(rank) for slab in box.slabs(_READ_NUMEL)):
-                    local[_slices(slab.local_offset, slab)] = part[_slices(slab.offset, slab)].to(local.dtype)
+        boxes = split.boxes(rank) if local.numel() else ()
+        met = [(piece, box, common) for piece in pieces(tensor) for box in boxes if (common := overlap(piece.region, Region(box.offset, box.size)))]
+        paths = []
+        for path, some in itertools.groupby(met, key=lambda found: self.tensors[found[0].name].path):
+            paths.append(str(path))
+            with safe_open(path, framework="pt") as file:
+                for piece, box, common in some:
+                    _read(file.get_slice(piece.name), piece, box, common, local)
         if bad := num_not_finite(local):
-            where = f"{stored.path} (rank {rank})"
+            where = f"{', '.join(dict.fromkeys(paths))} (rank {rank})"
             raise InputError(f"{tensor.name} holds {bad} of {local.numel()} values that are NaN or infinite as {local.dtype}", where=where)
 
 
-def file_name(tensor: TensorSpec) -> str:
-    """The name of a tensor in a file, where one tensor in memory is one in the file."""
-    if len(tensor.file_names) > 1:
-        raise InputError(f"{tensor} is made of {len(tensor.file_names)} tensors of the file", hint="reading it needs the family's map of names")
-    return tensor.file_names[0] if tensor.file_names else tensor.name
+def _read(stored: Any, piece: Piece, box: Box, common: Region, local: torch.Tensor) -> None:
+    """Read what a tensor of a file and a box have in common to its place in `local`."""
+    within = tuple(low - first for low, first in zip(common.offset, piece.region.offset, strict=True))
+    place = tuple(here + low - first for here, low, first in zip(box.local_offset, common.offset, box.offset, strict=True))
+    size = common.size
+    if piece.is_stacked:
+        local, within, place, size = local[place[0]], within[1:], place[1:], size[1:]
+    for slab in Box(within, size, place).slabs(_READ_NUMEL):
+        local[_slices(slab.local_offset, slab)] = stored[_slices(slab.offset, slab)].to(local.dtype)
 
 
 def inside(path: Path, folder: Path) -> bool:

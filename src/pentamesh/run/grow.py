@@ -22,8 +22,9 @@ from transformers import AddedToken, PreTrainedTokenizerBase
 from pentamesh.checkpoint.disk import check_room, write_text
 from pentamesh.checkpoint.export import COMPANIONS, PASSED_ON, RECORD, copy_companions
 from pentamesh.checkpoint.headers import write_tensors
-from pentamesh.checkpoint.weights import INDEX, SINGLE, Stored, Weights, file_name
+from pentamesh.checkpoint.weights import INDEX, SINGLE, Stored, Weights
 from pentamesh.errors import InputError
+from pentamesh.model.files import pieces
 from pentamesh.model.read import read_model
 from pentamesh.model.vocabulary import WHERE, existing
 from pentamesh.run.made import made_once
@@ -85,7 +86,7 @@ def _write_weights(source: Path, partial: Path, ids: Sequence[int], rows: int) -
     if not model.is_described:
         raise InputError(f"new tokens need a model of a described family, and {model.name} is of none", where=WHERE, hint="leave them out")
     weights.check(model)
-    growing = {name for t in model.tensors if t.dims[0].name == "vocab" and (name := file_name(t)) in weights.tensors}
+    growing = {piece.name for t in model.tensors if t.dims[0].name == "vocab" for piece in pieces(t)} & weights.tensors.keys()
     files = {stored.path for stored in weights.tensors.values()}
     changed = {weights.tensors[name].path for name in growing}
     more = sum((rows - weights.tensors[name].entry.shape[0]) * _row_bytes(weights.tensors[name]) for name in growing)
