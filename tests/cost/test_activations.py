@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pentamesh.cost.activations import again, block, kept, local_bytes, logits
+from pentamesh.cost.activations import again, block, kept, logits
+from pentamesh.cost.saved import local_bytes
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.model.config import canonical
 from pentamesh.model.families import describe

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from pentamesh.cost.activations import again, block, head, kept, local_bytes, scores
+from pentamesh.cost.activations import again, block, head, kept
+from pentamesh.cost.attention import scores
 from pentamesh.cost.compute import Work, work
 from pentamesh.cost.context import meeting
 from pentamesh.cost.holding import Holding
 from pentamesh.cost.memory import memory
 from pentamesh.cost.network import group, seconds
 from pentamesh.cost.predict import predict
+from pentamesh.cost.saved import local_bytes
 from pentamesh.cost.traffic import Flow, communication, flows
 from pentamesh.job.division import CONTEXT_WAYS, ContextWay
 from pentamesh.job.hardware import read_hardware

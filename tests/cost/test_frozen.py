@@ -7,11 +7,12 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from pentamesh.cost.activations import kept, local_bytes
+from pentamesh.cost.activations import kept
 from pentamesh.cost.compute import flop_per_token, work
-from pentamesh.cost.frozen import blocks_bytes
+from pentamesh.cost.frozen import blocks_kept
 from pentamesh.cost.holding import Holding, resting, states
 from pentamesh.cost.memory import memory
+from pentamesh.cost.saved import local_bytes
 from pentamesh.errors import InputError
 from pentamesh.job.hardware import read_hardware
 from pentamesh.job.job import Batch
@@ -148,4 +149,4 @@ def test_blocks_keep_what_is_listed(model_type: str, patterns: tuple[str, ...]) 
     except InputError:
         pytest.skip("nothing is left to train")
     found = kept_by_blocks(model_type, {t.name: t.trained for t in model.parameters}, 3)
-    assert blocks_bytes(model, Layout(), BATCH, SEQ, "float32", "none") == sum(found), found
+    assert blocks_kept(model, Layout(), BATCH, SEQ, "float32", "none").fixed == sum(found), found

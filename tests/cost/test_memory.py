@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pentamesh.cost import activations
+from pentamesh.cost import attention
 from pentamesh.cost.compute import flop_per_token, work
 from pentamesh.cost.copies import copied, copy_bytes
 from pentamesh.cost.holding import Holding
@@ -117,7 +117,7 @@ def test_packed_samples_hold_scores_one_at_a_time() -> None:
     def held(toy: str, kind: str, compute: str = "float32", *, packed: bool = True) -> int:
         model = describe(TOYS[toy], toy)
         assert model is not None
-        return activations.scores(model, Layout(), 4, 64, compute, kind, packed=packed)
+        return attention.scores(model, Layout(), 4, 64, compute, kind, packed=packed)
 
     heads, floats = 4, 3 + 1  # weights, their gradient and that of scores, and one of them as matmuls read it
     assert held("llama", "cpu", packed=False) == 0

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from pentamesh.cost import activations
 from pentamesh.cost.context import copying_bytes
+from pentamesh.cost.experts import experts_flop_per_token, imbalance
 from pentamesh.cost.holding import Holding, widths
+from pentamesh.cost.saved import local_bytes, local_tokens
 from pentamesh.job.device import Device, host_bytes_per_s
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import ITEMSIZE, Precision
@@ -58,6 +60,8 @@ TRAFFIC_PER_SCORE = {"plain": 162, "capped": 230}
 TRAFFIC_PER_ADDED = 12
 # Eager operations of a block of this family: norms 12, attention 18, MLP 5, residuals 2, casts; twice as many in backward.
 OPERATIONS_PER_BLOCK = 45
+# More of a sparse one: the router 8, counting and ordering what it chose 12, sending it out and home 10, weights of rows 6.
+OPERATIONS_PER_ROUTING = 36
 FORWARD, BACKWARD = 1 / 3, 2 / 3
 # Host time of a block's forward, and of its recomputation in backward, in forwards of one that is not checkpointed: saved-tensor hooks, and for
 # `selective` a dispatch mode around every operation. Measured on blocks of eight tokens, 430 us without.
@@ -127,7 +131,8 @@ def work(held: Holding, policy: Policy, precision: Precision, batch: Batch, devi
     """Seconds of the busiest rank. Recompute adds a forward to every backward, of the blocks only, and `selective` none of their matmuls."""
     dear_s, cheap_s = _blocks_s(held, precision, batch.micro_batch, batch.seq_len, device)
     head_s = _head_s(held, precision, batch.micro_batch, batch.seq_len, device)
-    launch_s = held.stage_num_layers(0) * OPERATIONS_PER_BLOCK * EFFICIENCY[device.kind].launch_s
+    operations = held.stage_num_layers(0) * OPERATIONS_PER_BLOCK + held.stage_kinds(0)[True] * OPERATIONS_PER_ROUTING
+    launch_s = operations * EFFICIENCY[device.kind].launch_s
     forward, again = (times * launch_s for times in HOST[policy.recompute])
     forward_s = max((dear_s + cheap_s + head_s) * FORWARD, forward)
     repeated_s = {"none": 0.0, "selective": cheap_s, "full": dear_s + cheap_s}[policy.recompute]
@@ -140,7 +145,7 @@ def work(held: Holding, policy: Policy, precision: Precision, batch: Batch, devi
 
 def _attentions(held: Holding, precision: Precision, batch: Batch, device: Device) -> tuple[tuple[float, int], ...]:
     """The forward of attention of one layer, whatever its rank on the context axis (what each attends to is even), and how many layers are alike."""
-    tokens = activations.local_tokens(held.layout, batch.micro_batch, batch.seq_len) / held.layout.mesh.tp
+    tokens = local_tokens(held.layout, batch.micro_batch, batch.seq_len) / held.layout.mesh.tp
     found = _attention_s(held, batch.micro_batch, batch.seq_len, peak_flop_per_s(device, precision), device)
     return tuple((tokens * of_token * FORWARD, count) for of_token, count in found)
 
@@ -152,28 +157,45 @@ def offloading_s(held: Holding, policy: Policy, precision: Precision, batch: Bat
     """
     if not policy.offload or device.kind == "cpu":
         return 0.0
-    kept = activations.kept(held.model, held.layout, batch.micro_batch, batch.seq_len, precision.compute, policy.recompute)
-    return held.stage_num_layers(0) * activations.local_bytes(kept, held.layout) / host_bytes_per_s(device)
+    shape = (batch.micro_batch, batch.seq_len, precision.compute)
+    kept = sum(
+        local_bytes(activations.kept(held.model, held.layout, *shape, policy.recompute, sparse=sparse), held.layout) * count
+        for sparse, count in held.stage_kinds(0).items()
+    )
+    return kept / host_bytes_per_s(device)
 
 
 @lru_cache(maxsize=256)
 def _blocks_s(held: Holding, precision: Precision, micro_batch: int, seq_len: int, device: Device) -> tuple[float, float]:
     """Forward and backward of a stage's blocks: matmuls and causal attention, and apart from them the traffic of everything else."""
     mesh, model, reach = held.layout.mesh, held.model, EFFICIENCY[device.kind]
-    tokens = activations.local_tokens(held.layout, micro_batch, seq_len)
-    share = held.stage_num_layers(0) / model.num_layers / mesh.tp
+    tokens = local_tokens(held.layout, micro_batch, seq_len) / mesh.tp
+    share, layers = held.stage_num_layers(0) / model.num_layers, held.stage_num_layers(0)
     whole = flop_per_token(held, seq_len) if held.is_adapted else model.flop_per_token(seq_len)
-    matmul = whole - model.attention_flop_per_token(seq_len) - 6 * _head_numel(model)
-    peak = peak_flop_per_s(device, precision)
+    experts = experts_flop_per_token(model)
+    matmul = whole - model.attention_flop_per_token(seq_len) - 6 * _head_numel(model) - experts
+    peak, bytes_per_s = peak_flop_per_s(device, precision), device.memory_bytes_per_s * reach.memory
     attention_s = sum(of_layer * count for of_layer, count in _attention_s(held, micro_batch, seq_len, peak, device))
-    saved = activations.local_bytes(activations.block(model, held.layout, micro_batch, seq_len, precision.compute), held.layout)
-    traffic_s = TRAFFIC_PER_SAVED_BYTE * saved * held.stage_num_layers(0) / (device.memory_bytes_per_s * reach.memory)
-    meeting_s = (
-        copying_bytes(model, held.layout, micro_batch, seq_len, precision.compute)
-        * held.stage_num_layers(0)
-        / (device.memory_bytes_per_s * reach.memory)
+    dear_s = tokens * share * (matmul / reach.matmul / peak + attention_s) + _experts_s(held, tokens, precision, device)
+    shape = (micro_batch, seq_len, precision.compute)
+    saved = sum(
+        local_bytes(activations.block(model, held.layout, *shape, sparse=sparse), held.layout) * count
+        for sparse, count in held.stage_kinds(0).items()
     )
-    return tokens * share * (matmul / reach.matmul / peak + attention_s) + meeting_s, traffic_s
+    meeting_s = copying_bytes(model, held.layout, *shape) * layers / bytes_per_s
+    return dear_s + meeting_s, TRAFFIC_PER_SAVED_BYTE * saved / bytes_per_s
+
+
+def _experts_s(held: Holding, tokens: float, precision: Precision, device: Device) -> float:
+    """Experts of the rank that most rows come to, forward and backward. Where few come to each they wait for its matrices, all of which are read
+    forward and backward, and whose gradients are written: as for any matmul the larger of the two, its arithmetic and its traffic."""
+    model, reach = held.model, EFFICIENCY[device.kind]
+    if model.experts is None:
+        return 0.0
+    sparse = held.stage_kinds(0)[True]
+    flop = tokens * experts_flop_per_token(model) * sparse / len(model.experts.layers) * imbalance(model, held.layout).expected
+    traffic = 3 * ITEMSIZE[precision.compute] * held.experts_numel * sparse
+    return max(flop / reach.matmul / peak_flop_per_s(device, precision), traffic / (device.memory_bytes_per_s * reach.memory))
 
 
 def _attention_s(held: Holding, micro_batch: int, seq_len: int, peak: float, device: Device) -> list[tuple[float, int]]:
@@ -189,18 +211,19 @@ def _layer_attention_s(held: Holding, micro_batch: int, seq_len: int, window: in
     """By fused kernels the causal half of what a token attends to, with a window or a cap every score of pentamesh.run.attention, which is written
     and read."""
     model, reach = held.model, EFFICIENCY[device.kind]
+    each = (model.head_dim + (model.value_dim or model.head_dim)) / 2  # elements of a query and of what it sees, their mean
     if not window and not model.score_cap:
-        return 12 * seq_len * model.num_heads * model.head_dim / 2 / reach.attention / peak
+        return 12 * seq_len * model.num_heads * each / 2 / reach.attention / peak
     heads = micro_batch * -(-model.num_heads // held.layout.mesh.tp)
     scores = model.num_heads * scores_at_once(heads, seq_len, window, device.kind)[1] / (1 if window else 2)
     traffic = TRAFFIC_PER_SCORE["capped" if model.score_cap else "plain"] * scores
-    return FLOP_PER_SCORE * model.head_dim * scores / reach.matmul / peak + traffic / (device.memory_bytes_per_s * reach.memory)
+    return FLOP_PER_SCORE * each * scores / reach.matmul / peak + traffic / (device.memory_bytes_per_s * reach.memory)
 
 
 @lru_cache(maxsize=256)
 def _head_s(held: Holding, precision: Precision, micro_batch: int, seq_len: int, device: Device) -> float:
     """Forward and backward of the head and the loss."""
-    reach, tokens = EFFICIENCY[device.kind], activations.local_tokens(held.layout, micro_batch, seq_len)
+    reach, tokens = EFFICIENCY[device.kind], local_tokens(held.layout, micro_batch, seq_len)
     logits = tokens * held.model.vocab / held.layout.mesh.tp
     flop = 6 * held.head_numel * tokens
     pieces = -(-tokens // head_piece(tokens, held.model.vocab, held.layout.mesh.tp, device.kind))

@@ -10,26 +10,29 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from pentamesh.cost.activations import ENTERED, Recompute, Saved, block, kept, local_bytes
+from pentamesh.cost.activations import ENTERED, Recompute, block, kept
+from pentamesh.cost.saved import Amount, Saved, amount
 from pentamesh.layout.mesh import Layout
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.spec import ModelSpec
 
-__all__ = ["blocks_bytes", "needed"]
+__all__ = ["blocks_kept", "needed"]
 
 
 @lru_cache(maxsize=1024)
-def blocks_bytes(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, recompute: Recompute) -> int:
-    """Bytes that all blocks of a model keep of one micro-batch. Of a model of no described family, those that a gradient reaches count as whole."""
-    asked = (model, layout, micro_batch, seq_len, compute)
-    whole, total = kept(*asked, recompute), 0
+def blocks_kept(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, recompute: Recompute) -> Amount:
+    """What all blocks of a model keep of one micro-batch. Of a model of no described family, and of experts or latents, those that a gradient reaches
+    count as whole."""
+    asked, total = (model, layout, micro_batch, seq_len, compute), Amount()
     for tensors, before, count in _reached(model):
-        if model.is_described and recompute == "none":
+        sparse = any(dim.name == "experts" for t in tensors for dim in t.dims)
+        if model.is_described and recompute == "none" and not sparse and model.latent is None:
             listed = needed(block(*asked), model, tensors, before=before)
         else:
             # Computed again, a block keeps what it would of a whole one, if its backward asks for anything at all.
-            listed = whole if before or any(t.trained and t.kind != "bias" for t in tensors) or not model.is_described else ()
-        total += count * local_bytes(listed, layout)
+            asks = before or any(t.trained and t.kind != "bias" for t in tensors) or not model.is_described
+            listed = kept(*asked, recompute, sparse=sparse) if asks else ()
+        total += amount(listed, layout) * count
     return total
 
 
@@ -62,7 +65,7 @@ class _Block(NamedTuple):
     @classmethod
     def of(cls, tensors: Sequence[TensorSpec], *, before: bool) -> _Block:
         matmuls = [(place, t) for place, t in enumerate(tensors) if t.kind == "matmul"]
-        leaves = tuple(place for place, t in matmuls if t.acts_on is not None and t.acts_on.dims[-1] != "hidden")
+        leaves = tuple(place for place, t in matmuls if t.leaves)
         enters = (matmuls[0][0], next(place for place, _ in matmuls if place > leaves[0]))
         return cls(tuple(tensors), before, enters, (leaves[0], leaves[1]))
 

@@ -5,7 +5,9 @@ Blocks of a model are mostly alike, so every distinct unit is split once and cou
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -96,8 +98,12 @@ class Holding:
         """Elements of the largest block."""
         return max((_unit_numel(u, role, self.layout, trained) for u in self._blocks(trained)), default=0)
 
+    def unit_numel(self, role: Role, *, trained: bool = False) -> int:
+        """Elements of the most that is gathered as one: the largest block, or of one whose experts are parted these, or the rest, if that is more."""
+        return max((_gathered_numel(u, role, self.layout, trained) for u in self._blocks(trained)), default=0)
+
     def blocks_numel(self, role: Role, stage: int, *, trained: bool = False) -> int:
-        """Elements of the blocks of one pipeline stage; where blocks differ, a stage has its even share of each kind, rounded up."""
+        """Elements of the blocks of one pipeline stage."""
         return _blocks_numel(self, role, stage, trained)
 
     def _blocks(self, trained: bool) -> list[Unit]:
@@ -112,11 +118,21 @@ class Holding:
 
     def stage_num_reached(self, stage: int) -> int:
         """Of the layers of a stage, those that have a backward: all but the ones below everything that is trained."""
+        return sum(self.stage_kinds(stage, reached=True).values())
+
+    def stage_kinds(self, stage: int, *, reached: bool = False) -> Counter[bool]:
+        """How many layers of a stage are sparse and how many are not; or of those that have a backward."""
         blocks = [unit for unit in self.units if not unit.is_root]
-        below = sum(u.count for u in blocks if not u.reached) * self.model.num_layers // max(1, sum(u.count for u in blocks))
-        before = sum(self.stage_num_layers(earlier) for earlier in range(stage))
-        layers = self.stage_num_layers(stage)
-        return min(layers, max(0, before + layers - below))
+        below = sum(u.count for u in blocks if not u.reached) * self.model.num_layers // max(1, sum(u.count for u in blocks)) if reached else 0
+        first = sum(self.stage_num_layers(earlier) for earlier in range(stage))
+        sparse = self.model.experts.layers if self.model.experts else frozenset()
+        return Counter(layer in sparse for layer in range(max(first, below), first + self.stage_num_layers(stage)))
+
+    @cached_property
+    def experts_numel(self) -> int:
+        """Elements of the experts of one layer that this rank has."""
+        sparse = next((u.tensors for u in self.units if any(dim.name == "experts" for t in u.tensors for dim in t.dims)), ())
+        return sum(split(t, Role.USE, self.layout).max_local_numel for t in sparse if any(dim.name == "experts" for dim in t.dims))
 
     @property
     def trains_head(self) -> bool:
@@ -136,10 +152,25 @@ class Holding:
 
 @lru_cache(maxsize=4096)
 def _blocks_numel(held: Holding, role: Role, stage: int, trained: bool) -> int:
-    units, pp = held._blocks(trained), held.layout.mesh.pp
-    layers = sum(u.count for u in units)
-    mine = stage_layers(layers, pp)[stage]
-    return sum(_unit_numel(u, role, held.layout, trained) * (u.count if pp == 1 else -(-u.count * mine // layers)) for u in units)
+    counts = _stage_units(held.model, held.layout.mesh.pp, stage)
+    return sum(_unit_numel(u, role, held.layout, trained) * counts[u.name] for u in held._blocks(trained))
+
+
+@lru_cache(maxsize=256)
+def _stage_units(model: ModelSpec, num_stages: int, stage: int) -> Counter[str]:
+    """The blocks of a stage by their kind, each known by the first that is alike."""
+    if num_stages == 1:
+        return Counter({unit.name: unit.count for unit in model.kinds})
+    blocks = [unit for unit in dict.fromkeys(t.unit for t in model.tensors) if unit]
+    bounds = list(itertools.accumulate(stage_layers(len(blocks), num_stages), initial=0))
+    return Counter(model.first_alike[model.units[unit][0].name].unit for unit in blocks[bounds[stage] : bounds[stage + 1]])
+
+
+@lru_cache(maxsize=4096)
+def _gathered_numel(unit: Unit, role: Role, layout: Layout, trained: bool) -> int:
+    """Of a block's tensors those of experts that are parted are gathered apart from the others."""
+    parts = (tuple(t for t in unit.tensors if ("ep" in split(t, Role.USE, layout).axes) is apart) for apart in (False, True))
+    return max(_local_numel(part, *_alike(role, layout), trained) for part in parts)
 
 
 @lru_cache(maxsize=4096)

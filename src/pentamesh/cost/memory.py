@@ -1,6 +1,7 @@
 """Memory of the fullest rank: the fullest moment of a steady step, and how sure that is.
 
-What is alive at each moment is counted in `cost.moments`; here it becomes a peak with its bounds, its parts, and a verdict.
+What is alive at each moment is counted in `cost.moments`; here it becomes a peak with its bounds, its parts, and a verdict. Where experts are parted,
+bounds are as far apart as routers may be from even (`cost.experts`).
 """
 
 from __future__ import annotations
@@ -76,16 +77,19 @@ def verdict(found: Memory) -> Verdict:
 
 
 def _stage(rank: Rank, overhead: Overhead) -> Stage:
-    moment = max(rank.moments(), key=lambda m: m.total)
+    moments, rows = rank.moments(), rank.imbalance
+    moment = max(moments, key=lambda m: m.total(rows.expected))
     speaks = rank.held.layout.mesh.num_ranks > 1
 
     def total(of: str) -> float:
         framework = getattr(overhead.context, of) + (getattr(overhead.nccl, of) if speaks else 0)
-        return moment.total - moment.passing + moment.passing * getattr(overhead.unsure, of) * (1 + getattr(overhead.slack, of)) + framework
+        fullest = max(moments, key=lambda m: m.total(getattr(rows, of)))
+        return fullest.resting + fullest.passing(getattr(rows, of)) * getattr(overhead.unsure, of) * (1 + getattr(overhead.slack, of)) + framework
 
     parts = moment._asdict() | {
+        "experts": round(moment.experts * rows.expected),
         "framework": round(overhead.context.expected + (overhead.nccl.expected if speaks else 0)),
-        "allocator": round(moment.passing * overhead.slack.expected),
+        "allocator": round(moment.passing(rows.expected) * overhead.slack.expected),
     }
     states_bytes = sum(states(rank.held, rank.precision, rank.stage).values())
     peak = Range(round(total("low")), round(total("expected")), round(total("high")))

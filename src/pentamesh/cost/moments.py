@@ -12,9 +12,13 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from pentamesh.cost import activations
+from pentamesh.cost.attention import scores
 from pentamesh.cost.context import meeting
-from pentamesh.cost.frozen import blocks_bytes
+from pentamesh.cost.experts import experts_at_work, imbalance
+from pentamesh.cost.frozen import blocks_kept
 from pentamesh.cost.holding import NF4_BYTES, Holding, resting
+from pentamesh.cost.saved import Amount, Saved, Shapes, amount, local_tokens
+from pentamesh.cost.needs import Range
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import ITEMSIZE, ROUNDED_AT_ONCE, Precision
 from pentamesh.layout.mesh import COPY_AXES, Layout
@@ -30,23 +34,27 @@ ROUNDING_COPIES = 8
 
 class Moment(NamedTuple):
     """What is alive at one moment, in bytes. `working` is gathered, cast or unreduced parameters, `context` what attention holds for the sake of
-    other context ranks; the last four come and go."""
+    other context ranks, `experts` what rows take that come from other ranks to this one's experts; the last five come and go."""
 
     weights: int
     gradients: int
     optimizer: int
     working: int
     activations: int = 0
+    experts: int = 0
     context: int = 0
     logits: int = 0
 
     @property
-    def passing(self) -> int:
-        return self.working + self.activations + self.context + self.logits
+    def resting(self) -> int:
+        return self.weights + self.gradients + self.optimizer
 
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.passing
+    def passing(self, rows: float) -> float:
+        """What comes and goes where so many times as many rows come as a balanced router sends."""
+        return self.working + self.activations + self.experts * rows + self.context + self.logits
+
+    def total(self, rows: float) -> float:
+        return self.resting + self.passing(rows)
 
 
 @dataclass(frozen=True)
@@ -71,10 +79,11 @@ class Rank:
     # Sizes
 
     def _parameters(self, which: str, itemsize: float) -> int:
-        """Bytes of the used (gathered, unreduced) parameters of the `root`, one `block`, or all `blocks` of the stage."""
+        """Bytes of the used (gathered, unreduced) parameters of the `root`, one `block`, the largest gathered `unit`, or all `blocks` of the stage."""
         numel = {
             "root": lambda: self.held.root_numel(Role.USE, self.stage),
             "block": lambda: self.held.block_numel(Role.USE),
+            "unit": lambda: self.held.unit_numel(Role.USE),
             "blocks": lambda: self.held.blocks_numel(Role.USE, self.stage),
         }[which]()
         return round(numel * itemsize)
@@ -84,13 +93,18 @@ class Rank:
         numel = {
             "root": lambda: self.held.root_numel(Role.USE, self.stage, trained=True),
             "block": lambda: self.held.block_numel(Role.USE, trained=True),
+            "unit": lambda: self.held.unit_numel(Role.USE, trained=True),
             "blocks": lambda: self.held.blocks_numel(Role.USE, self.stage, trained=True),
         }[which]()
         return numel * itemsize
 
-    def _saved(self, listed: Callable[..., tuple[activations.Saved, ...]], *asked: str, **named: bool) -> int:
-        """Bytes of what a function of `activations` lists for this rank's micro-batches."""
-        return _saved_bytes(listed, self.held.model, self._layout, *self._shape, self.precision.compute, *asked, **named)
+    def _saved(self, listed: Callable[..., tuple[Saved, ...]], *asked: str, **named: bool) -> int:
+        """Bytes of what a function of `activations` lists for this rank's micro-batches, of what no router has a say in."""
+        return _listed(listed, self.held.model, self._layout, *self._shape, self.precision.compute, *asked, **named).fixed
+
+    def _of_block(self, listed: Callable[..., tuple[Saved, ...]], *asked: str, sparse: bool) -> Amount:
+        """As `_saved`, of a block, all that it lists."""
+        return _listed(listed, self.held.model, self._layout, *self._shape, self.precision.compute, *asked, sparse=sparse)
 
     def _share(self, num_bytes: int, layers: int) -> int:
         """Of what all blocks with a backward take, the part of `layers` of them."""
@@ -100,6 +114,11 @@ class Rank:
     def _layers(self) -> int:
         """Blocks of the stage that have a backward. Those below everything that is trained keep nothing."""
         return self.held.stage_num_reached(self.stage)
+
+    @cached_property
+    def imbalance(self) -> Range:
+        """How many rows come to the fullest rank's experts, in those of an even share."""
+        return imbalance(self.held.model, self._layout)
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -155,7 +174,7 @@ class Rank:
         if not self._layout.cuts_state:
             casts = self._trained("block", self._compute) if self.precision.compute != self.precision.weight else 0
             return casts + (self._head() if self.held.model.tied or not self._stand else 0)
-        return self._trained("block", self._compute + self._reduce) + self._head()
+        return self._trained("unit", self._compute + self._reduce) + self._head()
 
     def _head(self) -> int:
         """The gradient of the head while blocks go back, which a tied embedding shares."""
@@ -170,7 +189,9 @@ class Rank:
         if not self._layout.cuts_state:
             return self._casts(layers)
         if self._layout.cuts_weights and self.policy.reshard:
-            return self._parameters("root", self._compute) + 2 * self._base_block()
+            # A block, and what is gathered next.
+            beside = self._base_block() if self.held.is_adapted else self._parameters("unit", self._compute)
+            return self._parameters("root", self._compute) + self._base_block() + beside
         below = self.held.stage_num_layers(self.stage) - self._layers
         return self._parameters("root", self._compute) + self._used_blocks(below + layers)
 
@@ -197,14 +218,15 @@ class Rank:
     # Activations
 
     @cached_property
-    def _blocks_kept(self) -> int:
+    def _blocks_kept(self) -> Amount:
         """What all blocks keep that have a backward; of a stage its share."""
         model = self.held.model
         if model.num_trained_parameters == model.num_parameters:
-            return self._layers * self._saved(activations.kept, self.policy.recompute)
+            kinds = self.held.stage_kinds(self.stage, reached=True)
+            return sum((self._of_block(activations.kept, self.policy.recompute, sparse=kind) * n for kind, n in kinds.items()), Amount())
         reached = sum(self.held.stage_num_reached(stage) for stage in range(self._layout.mesh.pp))
-        whole = blocks_bytes(model, self._layout, *self._shape, self.precision.compute, self.policy.recompute)
-        return round(whole * self._layers / max(1, reached))
+        whole = blocks_kept(model, self._layout, *self._shape, self.precision.compute, self.policy.recompute)
+        return whole * (self._layers / max(1, reached))
 
     def _num_kept(self, layers: int) -> int:
         """Blocks that wait for backward: `layers` of this micro-batch, all of the others in flight, under 1F1B one for each stage that follows."""
@@ -221,30 +243,40 @@ class Rank:
 
     def host_bytes(self) -> int:
         """What waits in host memory."""
-        return self._share(self._blocks_kept, self._num_kept(self._layers)) if self._offloads else 0
+        return self._share(self._blocks_kept.fixed, self._num_kept(self._layers)) if self._offloads else 0
 
-    def _activations(self, layers: int) -> int:
+    def _activations(self, layers: int) -> Amount:
         """What `layers` blocks keep, and the head; of blocks whose inputs wait elsewhere those of the one at work and of the next."""
         num_kept = self._num_kept(layers)
-        return self._share(self._blocks_kept, min(num_kept, 2) if self._offloads else num_kept) + self._head_kept
+        kept = self._blocks_kept * ((min(num_kept, 2) if self._offloads else num_kept) / max(1, self._layers))
+        return kept + Amount(self._head_kept)
+
+    def _widest(self, of: Callable[[bool], Amount]) -> Amount:
+        """Of the kinds of blocks that the stage has, sparse and not, the most that any has."""
+        kinds = self.held.stage_kinds(self.stage)
+        return max((of(kind) for kind in kinds), key=lambda found: found.at(self.imbalance.expected), default=Amount())
 
     @cached_property
-    def _block_working_set(self) -> int:
+    def _block_working_set(self) -> Amount:
         """What the backward of one block adds: what it computes again, and the gradients of its widest part."""
-        return self._saved(activations.again, self.policy.recompute) + self._widest_part
+        return self._widest(lambda sparse: self._of_block(activations.again, self.policy.recompute, sparse=sparse) + self._widest_part(sparse))
 
-    @property
-    def _widest_part(self) -> int:
+    def _widest_part(self, sparse: bool) -> Amount:
         """In the MLP three ffn-wide tensors are alive at once, beside those of stream and norm: backward the gradients of the product, the activated
-        gate and up, forward these themselves."""
-        model, compute = self.held.model, self._compute
-        tokens = activations.local_tokens(self._layout, *self._shape)
-        return self._scores + tokens * (3 * compute * model.ffn // self._layout.mesh.tp + (2 * compute + ITEMSIZE["float32"]) * model.hidden)
+        gate and up, forward these themselves. Experts have theirs, of rows."""
+        model, compute, experts = self.held.model, self._compute, self.held.model.experts
+        tokens = local_tokens(self._layout, *self._shape)
+        stream = Amount(self._scores + tokens * (2 * compute + ITEMSIZE["float32"]) * model.hidden)
+        if not sparse or experts is None:
+            return stream + Amount(tokens * 3 * compute * model.ffn // self._layout.mesh.tp)
+        shared = Amount(tokens * 3 * compute * experts.shared_ffn // self._layout.mesh.tp)
+        rows = amount(experts_at_work(Shapes(model, self._layout, *self._shape), experts, compute), self._layout)
+        return stream + max(shared, rows, key=lambda found: found.at(self.imbalance.expected))
 
     @property
     def _scores(self) -> int:
         model, narrow = self.held.model, (self.precision.compute, self.kind)
-        return activations.scores(model, self._layout, *self._shape, *narrow, packed=self.policy.packed) if model.is_described else 0
+        return scores(model, self._layout, *self._shape, *narrow, packed=self.policy.packed) if model.is_described else 0
 
     @property
     def _logits(self) -> int:
@@ -252,8 +284,9 @@ class Rank:
 
     # Moments
 
-    def _moment(self, gradients: int, working: int, **passing: int) -> Moment:
-        return Moment(**self._resting, gradients=gradients, working=working, **passing)
+    def _moment(self, gradients: int, working: int, activations: Amount = Amount(), **passing: int) -> Moment:
+        kept = {"activations": activations.fixed, "experts": activations.routed}
+        return Moment(**self._resting, gradients=gradients, working=working, **kept, **passing)
 
     @cached_property
     def _resting(self) -> dict[str, int]:
@@ -266,7 +299,7 @@ class Rank:
 
     def _forward(self) -> Moment:
         """The forward of a block that keeps nothing."""
-        return self._moment(self._gradients(0), self._used(0) + self._unreduced(0), activations=self._widest_part)
+        return self._moment(self._gradients(0), self._used(0) + self._unreduced(0), activations=self._widest(self._widest_part))
 
     def _backward(self, layers: int) -> Moment:
         """The backward of a block, the last of `layers` that have still to go back."""
@@ -275,9 +308,13 @@ class Rank:
 
     def _meeting(self, block: Moment, layers: int) -> Moment:
         """The backward of the attention of that block, when its MLP has gone back."""
-        mlp = 0 if self.policy.recompute == "selective" else self._saved(_of_mlp)
-        passing = self._activations(layers) + self._saved(activations.again, self.policy.recompute) - mlp + self._scores
-        return block._replace(activations=passing, context=self._saved(meeting, backward=True))
+        passing = self._activations(layers) + self._widest(self._without_mlp) + Amount(self._scores)
+        return block._replace(activations=passing.fixed, experts=passing.routed, context=self._saved(meeting, backward=True))
+
+    def _without_mlp(self, sparse: bool) -> Amount:
+        """What the backward of a block has computed again, but for its MLP."""
+        found = self._of_block(activations.again, self.policy.recompute, sparse=sparse)
+        return found if self.policy.recompute == "selective" else found + self._of_block(_of_mlp, sparse=sparse) * -1
 
     def _end_of_backward(self) -> Moment:
         """The root's gradients, complete only now, are cast and reduced as one; DDP reduces them in its buckets, where they lie."""
@@ -297,12 +334,12 @@ class Rank:
         return ROUNDING_COPIES * ITEMSIZE["float32"] * min(self.held.largest_tensor_numel, ROUNDED_AT_ONCE[self.kind])
 
 
-def _of_mlp(*asked: Any) -> tuple[activations.Saved, ...]:
+def _of_mlp(*asked: Any, sparse: bool) -> tuple[Saved, ...]:
     """Of what a block keeps, or has computed again, what its MLP does."""
-    return tuple(saved for saved in activations.block(*asked) if saved.name in activations.OF_MLP)
+    return tuple(saved for saved in activations.block(*asked, sparse=sparse) if saved.name in activations.OF_MLP)
 
 
 @lru_cache(maxsize=4096)
-def _saved_bytes(listed: Callable[..., tuple[activations.Saved, ...]], model: ModelSpec, layout: Layout, *asked: object, **named: object) -> int:
-    """Bytes of what a function of `activations` lists; policies of one layout ask for the same again and again."""
-    return activations.local_bytes(listed(model, layout, *asked, **named), layout)
+def _listed(listed: Callable[..., tuple[Saved, ...]], model: ModelSpec, layout: Layout, *asked: object, **named: object) -> Amount:
+    """What a function of `activations` lists; policies of one layout ask for the same again and again."""
+    return amount(listed(model, layout, *asked, **named), layout)

@@ -2,7 +2,7 @@
 
 A block's parameters are gathered while the block before it computes, and its gradients are reduced while the next one goes back. What nothing
 hides: the first gather and the last reduction, and whatever takes longer than the computing beside it. A ring passes a block of keys on while
-attention works on the one before. Other activations are waited for.
+attention works on the one before. Other activations are waited for, rows on their way to experts and home among them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pentamesh.cost.compute import Work
+from pentamesh.cost.experts import imbalance
 from pentamesh.cost.holding import NF4_BYTES, Holding, adapters
 from pentamesh.cost.needs import Communication
 from pentamesh.cost.network import group, link_name, seconds
@@ -21,7 +22,7 @@ from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import Layout
 from pentamesh.layout.moves import Move
 from pentamesh.layout.policy import Policy
-from pentamesh.layout.rhythm import LedgerRow, activations, ledger, parameters, sums
+from pentamesh.layout.rhythm import LedgerRow, activations, ledger, parameters, routed, sums
 from pentamesh.layout.stages import on_stage
 from pentamesh.model.spec import ModelSpec
 
@@ -49,11 +50,14 @@ class Flow(NamedTuple):
 def flows(held: Holding, policy: Policy, precision: Precision, seq_len: int, hardware: Hardware) -> tuple[Flow, ...]:
     """All collectives of a steady step of a rank, timed."""
     rows = _rows(held, _telling(policy, held.layout), precision, seq_len)
+    rows_at_most = imbalance(held.model, held.layout).expected
 
     def flow(row: LedgerRow, of_parameters: bool) -> Flow:
         ranks = group(held.layout.mesh, row.axes, hardware.devices_per_node)
         once = seconds(Move(row.kind, row.axes, row.num_ranks, row.bytes), ranks, hardware)
-        return Flow(row, once * row.count, link_name(ranks, hardware), of_parameters)
+        # All wait for the rank that most rows come to.
+        uneven = rows_at_most if row.axes == ("ep",) and row.kind == "all_to_all" else 1.0
+        return Flow(row, once * row.count * uneven, link_name(ranks, hardware), of_parameters)
 
     return tuple(flow(row, of is rows.parameters) for of in rows for row in of)
 
@@ -111,6 +115,7 @@ def _others(model: ModelSpec, layout: Layout, policy: Policy, precision: Precisi
     pp = layout.mesh.pp
     within = ledger(activations(on_stage(model, pp, 0), _one_stage(layout), policy, precision, seq_len))
     between = activations(model, layout, policy, precision, seq_len) if pp > 1 else ()
+    within += ledger(routed(on_stage(model, pp, 0), _one_stage(layout), policy, precision, seq_len))
     return within + ledger(crossing for crossing in between if "pp" in crossing.move.axes) + ledger(sums(model, layout, precision))
 
 

@@ -65,9 +65,11 @@ def attend(
         out, _ = _attention(query, key, value, documents, s_aux, scale, sliding_window, softcap, context.how, context.group)
         return out.transpose(1, 2).contiguous(), None
     window = sliding_window if sliding_window and sliding_window < query.shape[2] else None
-    if documents is not None and not softcap and s_aux is None and flash_computes(query, value):
+    # torch's kernels, but for some of a GPU's, ask for values as wide as queries, or keep all scores (multi-head latent attention).
+    is_even = query.shape[-1] == value.shape[-1]
+    if documents is not None and not softcap and s_aux is None and is_even and flash_computes(query, value):
         return _flash(query, key, value, documents, scale, window), None
-    if window or softcap or s_aux is not None or documents is not None:
+    if window or softcap or s_aux is not None or documents is not None or not (is_even or query.is_cuda):
         assert not dropout, "models that drop attention weights are not trained"
         out, _ = _attention(query, key, value, documents, s_aux, scale, window, softcap, "", "")
     else:
