@@ -13,6 +13,7 @@ from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.model.config import canonical
 from pentamesh.model.families import describe
 from pentamesh.model.families.llama import VARIATIONS
+from pentamesh.model.spec import ModelSpec
 
 CONFIG = {
     "hidden_size": 64,
@@ -40,6 +41,34 @@ GPT2 = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+# A factor of weights other than 1 is a number that autograd keeps too.
+SPARSE = {"moe_intermediate_size": 24, "num_experts_per_tok": 3}
+LATENT = SPARSE | {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "q_lora_rank": 24,
+    "num_key_value_heads": 8,
+    "head_dim": None,
+}
+OWN = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": SPARSE | {"num_experts": 8, "norm_topk_prob": True},
+    "qwen3_moe first dense": SPARSE | {"num_experts": 8, "norm_topk_prob": False, "mlp_only_layers": [0]},
+    "gpt_oss": SPARSE | {"num_local_experts": 8},
+    "deepseek_v2": LATENT | {"topk_method": "group_limited_greedy"},
+    "deepseek_v2 all dense": LATENT | {"topk_method": "greedy", "q_lora_rank": None, "first_k_dense_replace": 9},
+    "deepseek_v3": LATENT | {"norm_topk_prob": True},
+    "deepseek_v3 all dense": LATENT | {"norm_topk_prob": True, "first_k_dense_replace": 9},
+}
+DENSE = [family for family in VARIATIONS if family not in OWN]
 BATCH, SEQ = 2, 16
 
 
@@ -49,20 +78,35 @@ def config_of(name: str, layers: int = 2) -> dict[str, Any]:
     family, _, function = name.partition("-")
     if family != "gpt2":
         family, _, wide = family.partition(" ")
-        return canonical(CONFIG | {"model_type": family, "num_hidden_layers": layers} | ({"sliding_window": None} if wide else {}))
+        window = {"sliding_window": None} if wide else {}
+        own = {key: value for key, value in (CONFIG | OWN.get(name, window)).items() if value is not None or key in ("sliding_window", "q_lora_rank")}
+        return canonical(own | {"model_type": family, "num_hidden_layers": layers, "pad_token_id": None})
     return GPT2 | {"model_type": family, "n_layer": layers, "activation_function": function or "gelu_new"}
+
+
+def built_as_trained(config: dict[str, Any], dtype: str) -> Any:
+    """transformers' modules as the trainer sets them up on one rank."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from pentamesh.run.attention import ATTENTION
+    from pentamesh.run.experts import EXPERTS, dispatching
+    from pentamesh.run.lean import keep_less
+    from pentamesh.run.router import route_by
+
+    own = {"attn_implementation": ATTENTION, "experts_implementation": EXPERTS}
+    built = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config), **own)
+    model = describe(config, "toy")
+    assert model is not None
+    keep_less(built)
+    route_by(built, model)
+    dispatching(built, "")
+    return built.to(getattr(torch, dtype)).train()
 
 
 def recorded_bytes(model_type: str, dtype: str, layers: int) -> int:
     """Bytes of distinct storages that a forward saves, parameters aside."""
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    from pentamesh.run.attention import ATTENTION
-    from pentamesh.run.lean import keep_less
-
-    config = transformers.AutoConfig.for_model(**config_of(model_type, layers))
-    built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).to(getattr(torch, dtype))
-    keep_less(built)
+    built = built_as_trained(config_of(model_type, layers), dtype)
     parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
     saved, alive = {}, []
 
@@ -78,26 +122,35 @@ def recorded_bytes(model_type: str, dtype: str, layers: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", [*VARIATIONS, "phi3 all in sight", "gpt2", "gpt2-gelu_pytorch_tanh", "gpt2-gelu", "gpt2-relu"])
+@pytest.mark.parametrize("model_type", [*DENSE, "phi3 all in sight", "gpt2", "gpt2-gelu_pytorch_tanh", "gpt2-gelu", "gpt2-relu", *OWN])
 def test_a_block_saves_what_is_listed(model_type: str, dtype: str) -> None:
-    model = describe(config_of(model_type), "toy")
-    assert model is not None
+    model = described(model_type)
     of_one_block = recorded_bytes(model_type, dtype, 2) - recorded_bytes(model_type, dtype, 1)
-    assert local_bytes(block(model, Layout(), BATCH, SEQ, dtype), Layout()) == of_one_block
+    listed = [s for s in block(model, Layout(), BATCH, SEQ, dtype, sparse=last_is_sparse(model)) if s.name not in PLACES]
+    assert local_bytes(listed, Layout()) == of_one_block
+
+
+# What autograd has, and not as saved tensors.
+PLACES = ("order of rows", "arrangement of rows")
+
+
+def described(model_type: str, layers: int = 2) -> ModelSpec:
+    model = describe(config_of(model_type, layers), "toy")
+    assert model is not None
+    return model
+
+
+def last_is_sparse(model: ModelSpec) -> bool:
+    return model.experts is not None and model.num_layers - 1 in model.experts.layers
 
 
 def allocated_bytes(model_type: str, dtype: str, layers: int, recompute: str) -> int:
     """Bytes that a forward under checkpointing leaves allocated, the state of the random generator that each block puts aside not counted."""
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
     from pentamesh.layout.policy import Policy
-    from pentamesh.run.attention import ATTENTION
-    from pentamesh.run.lean import keep_less
     from pentamesh.run.recompute import recompute as set_up
 
-    config = transformers.AutoConfig.for_model(**config_of(model_type, layers))
-    built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).to(getattr(torch, dtype)).train()
-    keep_less(built)
+    built = built_as_trained(config_of(model_type, layers), dtype)
     set_up(built, Policy(recompute=recompute), torch.device("cpu"))  # type: ignore[arg-type]
     ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
     built.base_model(ids, use_cache=False)
@@ -112,13 +165,12 @@ def allocated_bytes(model_type: str, dtype: str, layers: int, recompute: str) ->
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize(
-    "model_type", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "phi3 all in sight", "glm4", "gpt2-gelu_pytorch_tanh"]
+    "model_type", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "phi3 all in sight", "glm4", "gpt2-gelu_pytorch_tanh", *OWN]
 )
 def test_a_checkpointed_block_keeps_what_is_listed(model_type: str, recompute: Any, dtype: str) -> None:
-    model = describe(config_of(model_type), "toy")
-    assert model is not None
+    model = described(model_type)
     of_one_block = allocated_bytes(model_type, dtype, 3, recompute) - allocated_bytes(model_type, dtype, 2, recompute)
-    assert local_bytes(kept(model, Layout(), BATCH, SEQ, dtype, recompute), Layout()) == of_one_block
+    assert local_bytes(kept(model, Layout(), BATCH, SEQ, dtype, recompute, sparse=last_is_sparse(model)), Layout()) == of_one_block
 
 
 def test_what_leaves_the_gpu_is_the_input_of_each_block() -> None:

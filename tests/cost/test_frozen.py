@@ -20,12 +20,11 @@ from pentamesh.job.precision import PRECISIONS
 from pentamesh.layout.mesh import SHARDS, Layout, Mesh, Shard
 from pentamesh.layout.policy import Policy
 from pentamesh.layout.split import split
-from pentamesh.model.families import describe
-from pentamesh.model.families.llama import VARIATIONS
 from pentamesh.model.frozen import frozen
 from pentamesh.model.read import read_model
 from pentamesh.model.roles import Role
-from tests.cost.test_activations import BATCH, SEQ, config_of
+from pentamesh.model.spec import ModelSpec
+from tests.cost.test_activations import BATCH, DENSE, SEQ, built_as_trained, config_of, described
 
 WHOLE = read_model("llama-3.1-8b")
 LOWER = frozen(WHOLE, ["model.embed_tokens.*", "model.layers.[0-9].*", "model.layers.1[0-5].*"])
@@ -104,13 +103,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
 def kept_by_blocks(model_type: str, trained: dict[str, bool], layers: int) -> list[int]:
     """Bytes of distinct storages that the forward of each block saves, parameters and tables of positions aside."""
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    from pentamesh.run.attention import ATTENTION
-    from pentamesh.run.lean import keep_less
-
-    config = transformers.AutoConfig.for_model(**config_of(model_type, layers))
-    built = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
-    keep_less(built)
+    built = built_as_trained(config_of(model_type, layers), "float32")
     for name, parameter in built.named_parameters():
         parameter.requires_grad_(trained[name])
     outside = {p.untyped_storage().data_ptr() for p in built.parameters()}
@@ -125,7 +118,8 @@ def kept_by_blocks(model_type: str, trained: dict[str, bool], layers: int) -> li
     def watched(forward):
         def run(*args, **kwargs):
             saved.append({})
-            alive.append(tables := kwargs.get("position_embeddings") or ())
+            tables = kwargs.get("position_embeddings")
+            alive.append(tables := () if tables is None else tables if isinstance(tables, tuple) else (tables,))
             outside.update(table.untyped_storage().data_ptr() for table in tables)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 return forward(*args, **kwargs)
@@ -139,14 +133,26 @@ def kept_by_blocks(model_type: str, trained: dict[str, bool], layers: int) -> li
 
 
 @pytest.mark.parametrize("patterns", PATTERNS.values(), ids=PATTERNS)
-@pytest.mark.parametrize("model_type", [*VARIATIONS, "phi3 all in sight", "gpt2", "gpt2-gelu_pytorch_tanh", "gpt2-relu"])
+@pytest.mark.parametrize("model_type", [*DENSE, "phi3 all in sight", "gpt2", "gpt2-gelu_pytorch_tanh", "gpt2-relu"])
 def test_blocks_keep_what_is_listed(model_type: str, patterns: tuple[str, ...]) -> None:
-    described = describe(config_of(model_type, 3), "toy")
-    assert described is not None
-    there = [pattern for pattern in patterns if any(fnmatchcase(t.name, pattern) for t in described.tensors)]
+    model, found = froze(model_type, patterns)
+    assert blocks_kept(model, Layout(), BATCH, SEQ, "float32", "none").fixed == sum(found), found
+
+
+def froze(model_type: str, patterns: tuple[str, ...]) -> tuple[ModelSpec, list[int]]:
+    """The frozen model, and what its blocks keep."""
+    whole = described(model_type, 3)
+    there = [pattern for pattern in patterns if any(fnmatchcase(t.name, pattern) for t in whole.tensors)]
     try:
-        model = frozen(described, there)
+        model = frozen(whole, there)
     except InputError:
         pytest.skip("nothing is left to train")
-    found = kept_by_blocks(model_type, {t.name: t.trained for t in model.parameters}, 3)
-    assert blocks_kept(model, Layout(), BATCH, SEQ, "float32", "none").fixed == sum(found), found
+    return model, kept_by_blocks(model_type, {t.name: t.trained for t in model.parameters}, 3)
+
+
+@pytest.mark.parametrize("pattern", ["embedding", "a block between", "attention", "mlp"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_sparse_blocks_keep_no_more_than_is_listed(model_type: str, pattern: str) -> None:
+    """Those that a gradient reaches count as whole."""
+    model, found = froze(model_type, PATTERNS[pattern])
+    assert sum(found) <= blocks_kept(model, Layout(), BATCH, SEQ, "float32", "none").fixed

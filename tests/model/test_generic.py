@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from pentamesh.cost.activations import block
-from pentamesh.cost.saved import local_bytes
 from pentamesh.cost.holding import Holding
+from pentamesh.cost.saved import local_bytes
 from pentamesh.errors import InputError
 from pentamesh.job.job import Batch
 from pentamesh.layout.legal import problems

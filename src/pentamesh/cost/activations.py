@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from pentamesh.cost.attention import attention, attention_given
-from pentamesh.cost.experts import OF_EXPERTS, routed, routed_given, shared, shared_given
+from pentamesh.cost.experts import OF_EXPERTS, chosen, routed, routed_given, shared, shared_given
 from pentamesh.cost.saved import FLOAT32, INT64, Saved, Shapes, local_tokens
 from pentamesh.job.precision import ITEMSIZE
 from pentamesh.layout.mesh import Layout
@@ -49,12 +49,14 @@ def block(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, comp
 def kept(
     model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int, compute: str, recompute: Recompute, *, sparse: bool = False
 ) -> tuple[Saved, ...]:
-    """What a block keeps when backward computes nothing of it again, all but its matmuls and attention, or the whole of it."""
+    """What a block keeps when backward computes nothing of it again, all but its matmuls and attention, or the whole of it: but for what its router
+    chose, which stays chosen, and where rows went."""
     if recompute == "none":
         return block(model, layout, micro_batch, seq_len, compute, sparse=sparse)
     shapes, size = Shapes(model, layout, micro_batch, seq_len), ITEMSIZE[compute]
     entered = Saved(ENTERED, shapes(shapes.hidden), Role.CARRY, size)
-    return (entered, *(_dear(shapes, size, sparse=sparse) if recompute == "selective" else ()))
+    stays = chosen(shapes, model.experts) if sparse and model.experts else ()
+    return (entered, *stays, *(_dear(shapes, size, sparse=sparse) if recompute == "selective" else ()))
 
 
 def again(
@@ -105,7 +107,7 @@ def _rotary(shapes: Shapes, size: int) -> Iterator[Saved]:
     for width in (Dim("head_dim", width) for width in shapes.model.rotary):
         dims = (Dim("seq", shapes.seq_len), width) if shapes.layout.mesh.cp == 1 else shapes(width)
         if shapes.model.family == "deepseek_v2":
-            yield Saved("turns", dims, Role.USE, FLOAT32)
+            yield Saved("turns", dims, Role.USE, 2 * FLOAT32)
         else:
             yield from (Saved(name, dims, Role.USE, size) for name in ("cos", "sin"))
 

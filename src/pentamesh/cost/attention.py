@@ -1,4 +1,4 @@
-"""What the attention of a block keeps for backward, by kind of attention, and the scores that it holds at a time where no fused kernel computes it."""
+"""What the attention of a block keeps for backward, by its kind, and the scores that it holds at a time where no fused kernel computes it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import Experts, ModelSpec
 
-__all__ = ["OF_EXPERTS", "experts_at_work", "experts_flop_per_token", "imbalance", "routed", "routed_given", "shared", "shared_given"]
+__all__ = ["OF_EXPERTS", "chosen", "experts_at_work", "experts_flop_per_token", "imbalance", "routed", "routed_given", "shared", "shared_given"]
 
 INT32 = 4
 # Rows of the rank that most come to, in those of an even share. Source: pith-train trains with 1.2; xtuner measures capacities from 1 to 5.
@@ -42,22 +42,30 @@ def _is_expert(tensor: TensorSpec) -> bool:
 
 def routed(shapes: Shapes, experts: Experts, size: int) -> Iterator[Saved]:
     """What the router keeps of every token, and its experts of every row that comes to them: once for each expert that a token chose."""
-    wide, is_parted = max(FLOAT32, size), shapes.layout.mesh.ep > 1
+    wide = max(FLOAT32, size)
     yield from _router(shapes, experts, wide)
-    yield Saved("order of rows", shapes(Dim("chosen", experts.per_token)), Role.CARRY, INT32)
+    yield from chosen(shapes, experts)
     yield from _rows(shapes, experts, size, wide)
-    if is_parted:
-        yield _of_rows("arrangement of rows", shapes, experts, 1, INT32)
 
 
 def routed_given(shapes: Shapes, experts: Experts, size: int) -> Iterator[Saved]:
-    """What `selective` keeps of a sparse MLP: what the router's matmul and the experts gave, and all that ranks sent each other for it."""
+    """What `selective` keeps of a sparse MLP, besides what is chosen: what the router's matmul and the experts gave, and all that ranks sent each
+    other."""
     wide = max(FLOAT32, size)
-    yield Saved("router logits", shapes(Dim("choices", experts.count)), Role.CARRY, size)
-    yield Saved("order of rows", shapes(Dim("chosen", experts.per_token)), Role.CARRY, INT32)
-    yield _of_rows("arrangement of rows", shapes, experts, 1, INT32)
+    yield Saved("router logits", shapes(Dim("choices", experts.count)), Role.CARRY, wide if experts.wide else size)
     yield from _rows(shapes, experts, size, wide)
     yield _of_rows("results of rows", shapes, experts, shapes.model.hidden, size)
+    yield Saved("results", shapes(shapes.hidden), Role.CARRY, size)
+
+
+def chosen(shapes: Shapes, experts: Experts) -> Iterator[Saved]:
+    """Which experts each token chose, and where rows go: their order by the experts they go to, and that of those that come; on the host how many
+    there are for each expert."""
+    each = shapes(Dim("chosen", experts.per_token))
+    yield Saved("chosen", each, Role.CARRY, INT64)
+    yield Saved("order of rows", each, Role.CARRY, INT32)
+    yield _of_rows("arrangement of rows", shapes, experts, 1, INT32)
+    yield Saved("counts of rows", (Dim("both ways", 2), Dim("choices", experts.count)), Role.CARRY, INT64)
 
 
 def shared(shapes: Shapes, experts: Experts, size: int) -> Iterator[Saved]:
@@ -79,22 +87,18 @@ def shared_given(shapes: Shapes, experts: Experts, size: int) -> Iterator[Saved]
 
 
 # Of what a sparse block keeps, what its backward has let go of when that of attention begins.
-OF_EXPERTS = frozenset(
-    ("scores", "chosen", "chosen scores", "sum of chosen scores", "weights", "order of rows", "arrangement of rows", "rows", "shares of rows")
-    + ("gate and up of rows", "shared input", "shared gate", "shared up", "shared product")
-)
+OF_ROUTER = ("scores", "chosen", "chosen scores", "sum of chosen scores", "weights", "order of rows", "arrangement of rows", "counts of rows")
+OF_EXPERTS = frozenset((*OF_ROUTER, "rows", "shares of rows", "gate and up of rows", "shared input", "shared gate", "shared up", "shared product"))
 
 
 def _router(shapes: Shapes, experts: Experts, wide: int) -> Iterator[Saved]:
-    """The scores of all experts or of the chosen alone, which were chosen, and what makes their weights add up to one."""
-    if experts.scores == "softmax of chosen":
-        yield Saved("chosen", shapes(Dim("chosen", experts.per_token)), Role.CARRY, INT64)
-        yield Saved("weights", shapes(Dim("chosen", experts.per_token)), Role.CARRY, wide)
-        return
+    """The scores of all experts, from which those of the chosen are picked, and what the weights of these follow from."""
+    each = shapes(Dim("chosen", experts.per_token))
     yield Saved("scores", shapes(Dim("choices", experts.count)), Role.CARRY, wide)
-    yield Saved("chosen", shapes(Dim("chosen", experts.per_token)), Role.CARRY, INT64)
+    if experts.scores == "softmax of chosen":
+        yield Saved("weights", each, Role.CARRY, wide)
     if experts.normed:
-        yield Saved("chosen scores", shapes(Dim("chosen", experts.per_token)), Role.CARRY, wide)
+        yield Saved("chosen scores", each, Role.CARRY, wide)
         yield Saved("sum of chosen scores", shapes(), Role.CARRY, wide)
 
 

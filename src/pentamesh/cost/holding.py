@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import Layout
-from pentamesh.layout.rules import SHARDED_KINDS
+from pentamesh.layout.rules import SHARDED_KINDS, on_expert_view
 from pentamesh.layout.split import split
 from pentamesh.layout.stages import stage_layers, stage_root
 from pentamesh.model.dims import Dim, TensorSpec
@@ -169,7 +169,7 @@ def _stage_units(model: ModelSpec, num_stages: int, stage: int) -> Counter[str]:
 @lru_cache(maxsize=4096)
 def _gathered_numel(unit: Unit, role: Role, layout: Layout, trained: bool) -> int:
     """Of a block's tensors those of experts that are parted are gathered apart from the others."""
-    parts = (tuple(t for t in unit.tensors if ("ep" in split(t, Role.USE, layout).axes) is apart) for apart in (False, True))
+    parts = (tuple(t for t in unit.tensors if on_expert_view(t, layout) is apart) for apart in (False, True))
     return max(_local_numel(part, *_alike(role, layout), trained) for part in parts)
 
 

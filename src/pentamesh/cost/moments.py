@@ -17,8 +17,8 @@ from pentamesh.cost.context import meeting
 from pentamesh.cost.experts import experts_at_work, imbalance
 from pentamesh.cost.frozen import blocks_kept
 from pentamesh.cost.holding import NF4_BYTES, Holding, resting
-from pentamesh.cost.saved import Amount, Saved, Shapes, amount, local_tokens
 from pentamesh.cost.needs import Range
+from pentamesh.cost.saved import Amount, Saved, Shapes, amount, local_tokens
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import ITEMSIZE, ROUNDED_AT_ONCE, Precision
 from pentamesh.layout.mesh import COPY_AXES, Layout
@@ -30,6 +30,7 @@ __all__ = ["Moment", "Rank"]
 
 # Float32-sized copies of a piece that are alive when it is rounded: weight, gradient, two moments, the root, noise, and 16 bits of it twice over.
 ROUNDING_COPIES = 8
+NOTHING = Amount()
 
 
 class Moment(NamedTuple):
@@ -79,7 +80,8 @@ class Rank:
     # Sizes
 
     def _parameters(self, which: str, itemsize: float) -> int:
-        """Bytes of the used (gathered, unreduced) parameters of the `root`, one `block`, the largest gathered `unit`, or all `blocks` of the stage."""
+        """Bytes of the used (gathered, unreduced) parameters of the `root`, one `block`, the largest `unit` that is gathered, or all `blocks` of the
+        stage."""
         numel = {
             "root": lambda: self.held.root_numel(Role.USE, self.stage),
             "block": lambda: self.held.block_numel(Role.USE),
@@ -223,7 +225,7 @@ class Rank:
         model = self.held.model
         if model.num_trained_parameters == model.num_parameters:
             kinds = self.held.stage_kinds(self.stage, reached=True)
-            return sum((self._of_block(activations.kept, self.policy.recompute, sparse=kind) * n for kind, n in kinds.items()), Amount())
+            return sum((self._of_block(activations.kept, self.policy.recompute, sparse=kind) * n for kind, n in kinds.items()), NOTHING)
         reached = sum(self.held.stage_num_reached(stage) for stage in range(self._layout.mesh.pp))
         whole = blocks_kept(model, self._layout, *self._shape, self.precision.compute, self.policy.recompute)
         return whole * (self._layers / max(1, reached))
@@ -254,7 +256,7 @@ class Rank:
     def _widest(self, of: Callable[[bool], Amount]) -> Amount:
         """Of the kinds of blocks that the stage has, sparse and not, the most that any has."""
         kinds = self.held.stage_kinds(self.stage)
-        return max((of(kind) for kind in kinds), key=lambda found: found.at(self.imbalance.expected), default=Amount())
+        return max((of(kind) for kind in kinds), key=lambda found: found.at(self.imbalance.expected), default=NOTHING)
 
     @cached_property
     def _block_working_set(self) -> Amount:
@@ -284,7 +286,7 @@ class Rank:
 
     # Moments
 
-    def _moment(self, gradients: int, working: int, activations: Amount = Amount(), **passing: int) -> Moment:
+    def _moment(self, gradients: int, working: int, activations: Amount = NOTHING, **passing: int) -> Moment:
         kept = {"activations": activations.fixed, "experts": activations.routed}
         return Moment(**self._resting, gradients=gradients, working=working, **kept, **passing)
 
