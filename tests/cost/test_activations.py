@@ -91,12 +91,14 @@ def built_as_trained(config: dict[str, Any], dtype: str) -> Any:
     from pentamesh.run.attention import ATTENTION
     from pentamesh.run.experts import EXPERTS, dispatching
     from pentamesh.run.lean import keep_less
+    from pentamesh.run.rotary import rotate_as_wide
     from pentamesh.run.router import route_by
 
     own = {"attn_implementation": ATTENTION, "experts_implementation": EXPERTS}
     built = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config), **own)
     model = describe(config, "toy")
     assert model is not None
+    rotate_as_wide(built)
     keep_less(built)
     route_by(built, model)
     dispatching(built, "")

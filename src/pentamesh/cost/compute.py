@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from pentamesh.cost import activations
+from pentamesh.cost import activations, saved
 from pentamesh.cost.context import copying_bytes
 from pentamesh.cost.experts import experts_flop_per_token, imbalance
 from pentamesh.cost.holding import Holding, widths
-from pentamesh.cost.saved import local_bytes, local_tokens
+from pentamesh.cost.saved import Saved, local_tokens
 from pentamesh.job.device import Device, host_bytes_per_s
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import ITEMSIZE, Precision
@@ -157,12 +158,14 @@ def offloading_s(held: Holding, policy: Policy, precision: Precision, batch: Bat
     """
     if not policy.offload or device.kind == "cpu":
         return 0.0
-    shape = (batch.micro_batch, batch.seq_len, precision.compute)
-    kept = sum(
-        local_bytes(activations.kept(held.model, held.layout, *shape, policy.recompute, sparse=sparse), held.layout) * count
-        for sparse, count in held.stage_kinds(0).items()
-    )
-    return kept / host_bytes_per_s(device)
+    return _listed_bytes(held, activations.kept, batch.micro_batch, batch.seq_len, precision.compute, policy.recompute) / host_bytes_per_s(device)
+
+
+def _listed_bytes(held: Holding, listed: Callable[..., tuple[Saved, ...]], *asked: object) -> int:
+    """What a function of `activations` lists of the blocks of a stage."""
+    kinds = held.stage_kinds(0).items()
+    found = sum((saved.held(listed, held.model, held.layout, *asked, sparse=sparse) * count for sparse, count in kinds), saved.Amount())
+    return round(found.at(1.0))
 
 
 @lru_cache(maxsize=256)
@@ -178,12 +181,8 @@ def _blocks_s(held: Holding, precision: Precision, micro_batch: int, seq_len: in
     attention_s = sum(of_layer * count for of_layer, count in _attention_s(held, micro_batch, seq_len, peak, device))
     dear_s = tokens * share * (matmul / reach.matmul / peak + attention_s) + _experts_s(held, tokens, precision, device)
     shape = (micro_batch, seq_len, precision.compute)
-    saved = sum(
-        local_bytes(activations.block(model, held.layout, *shape, sparse=sparse), held.layout) * count
-        for sparse, count in held.stage_kinds(0).items()
-    )
     meeting_s = copying_bytes(model, held.layout, *shape) * layers / bytes_per_s
-    return dear_s + meeting_s, TRAFFIC_PER_SAVED_BYTE * saved / bytes_per_s
+    return dear_s + meeting_s, TRAFFIC_PER_SAVED_BYTE * _listed_bytes(held, activations.block, *shape) / bytes_per_s
 
 
 def _experts_s(held: Holding, tokens: float, precision: Precision, device: Device) -> float:

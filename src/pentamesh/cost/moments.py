@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from pentamesh.cost import activations
@@ -18,7 +18,7 @@ from pentamesh.cost.experts import experts_at_work, imbalance
 from pentamesh.cost.frozen import blocks_kept
 from pentamesh.cost.holding import NF4_BYTES, Holding, resting
 from pentamesh.cost.needs import Range
-from pentamesh.cost.saved import Amount, Saved, Shapes, amount, local_tokens
+from pentamesh.cost.saved import Amount, Saved, Shapes, amount, held, local_tokens
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import ITEMSIZE, ROUNDED_AT_ONCE, Precision
 from pentamesh.layout.mesh import COPY_AXES, Layout
@@ -102,11 +102,11 @@ class Rank:
 
     def _saved(self, listed: Callable[..., tuple[Saved, ...]], *asked: str, **named: bool) -> int:
         """Bytes of what a function of `activations` lists for this rank's micro-batches, of what no router has a say in."""
-        return _listed(listed, self.held.model, self._layout, *self._shape, self.precision.compute, *asked, **named).fixed
+        return held(listed, self.held.model, self._layout, *self._shape, self.precision.compute, *asked, **named).fixed
 
     def _of_block(self, listed: Callable[..., tuple[Saved, ...]], *asked: str, sparse: bool) -> Amount:
         """As `_saved`, of a block, all that it lists."""
-        return _listed(listed, self.held.model, self._layout, *self._shape, self.precision.compute, *asked, sparse=sparse)
+        return held(listed, self.held.model, self._layout, *self._shape, self.precision.compute, *asked, sparse=sparse)
 
     def _share(self, num_bytes: int, layers: int) -> int:
         """Of what all blocks with a backward take, the part of `layers` of them."""
@@ -340,8 +340,3 @@ def _of_mlp(*asked: Any, sparse: bool) -> tuple[Saved, ...]:
     """Of what a block keeps, or has computed again, what its MLP does."""
     return tuple(saved for saved in activations.block(*asked, sparse=sparse) if saved.name in activations.OF_MLP)
 
-
-@lru_cache(maxsize=4096)
-def _listed(listed: Callable[..., tuple[Saved, ...]], model: ModelSpec, layout: Layout, *asked: object, **named: object) -> Amount:
-    """What a function of `activations` lists; policies of one layout ask for the same again and again."""
-    return amount(listed(model, layout, *asked, **named), layout)

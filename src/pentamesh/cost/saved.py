@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from pentamesh.job.precision import ITEMSIZE
-from pentamesh.layout.mesh import DATA_AXES, Layout
+from pentamesh.layout.mesh import DATA_AXES, Layout, Mesh
 from pentamesh.layout.split import split
 from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 
-__all__ = ["FLOAT32", "INT64", "Amount", "Saved", "Shapes", "amount", "local_bytes", "local_tokens"]
+__all__ = ["FLOAT32", "INT64", "Amount", "Saved", "Shapes", "amount", "held", "local_bytes", "local_tokens"]
 
 FLOAT32 = ITEMSIZE["float32"]
 INT64 = 8
@@ -104,6 +105,25 @@ def amount(saved: Iterable[Saved], layout: Layout) -> Amount:
     """What the fullest rank holds of all of `saved`."""
     listed = tuple(saved)
     return Amount(*(local_bytes((s for s in listed if s.routed is routed), layout) for routed in (False, True)))
+
+
+@lru_cache(maxsize=4096)
+def held(listed: Callable[..., tuple[Saved, ...]], model: ModelSpec, layout: Layout, *asked: object, **named: object) -> Amount:
+    """What the fullest rank holds of what a function such as `activations.block` lists. Layouts and policies ask for the same again and again: of the
+    data axes only whether they part experts matters, since a micro-batch is a data rank's own."""
+    return _held(listed, model, _of_tokens(layout), *asked, **named)
+
+
+@lru_cache(maxsize=4096)
+def _held(listed: Callable[..., tuple[Saved, ...]], model: ModelSpec, layout: Layout, *asked: object, **named: object) -> Amount:
+    return amount(listed(model, layout, *asked, **named), layout)
+
+
+@lru_cache(maxsize=1024)
+def _of_tokens(layout: Layout) -> Layout:
+    """A layout in which activations are held as in this one."""
+    parted = 2 if layout.mesh.ep > 1 else 1
+    return replace(layout, mesh=Mesh(dp_shard=parted, cp=layout.mesh.cp, tp=layout.mesh.tp, ep=parted), shard="none")
 
 
 def local_bytes(saved: Iterable[Saved], layout: Layout) -> int:

@@ -247,6 +247,5 @@ def untrainable(job: Job) -> Iterator[Conflict]:
     if job.method in ("lora", "qlora"):
         yield Conflict(("method",), f"method = {job.method} is planned but not trained yet", "use method: full, or only plan it")
     layout = job.layout
-    for axis in ("pipeline", "expert"):
-        if (degree := getattr(layout, axis) or 1) > 1:
-            yield Conflict((f"layout.{axis}",), f"{axis} = {degree} is planned but not trained yet", f"use {axis}: 1, or only plan it")
+    if (degree := layout.pipeline or 1) > 1:
+        yield Conflict(("layout.pipeline",), f"pipeline = {degree} is planned but not trained yet", "use pipeline: 1, or only plan it")

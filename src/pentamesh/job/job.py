@@ -242,7 +242,11 @@ class LayoutRequest(Section):
         description="How attention meets the keys of other context ranks: ring (blocks of keys pass by), all_gather (each rank has them all), "
         "ulysses (heads are exchanged for tokens). `auto`: the fastest that fits.",
     )
-    expert: Degree | None = Field(default=None, description="Expert-parallel degree. 1 when not given.")
+    expert: Degree | None = Field(
+        default=None,
+        description="Expert-parallel degree: among how many ranks the experts of a layer are parted. Chosen when not given, for models with experts: "
+        "inside a node, or over nodes where that does not fit.",
+    )
     sequence_parallel: bool = Field(default=False, description="Cut the residual stream over the tensor axis.")
     async_tensor_parallel: bool = Field(
         default=False,

@@ -23,7 +23,7 @@ def layouts(job: Job, model: ModelSpec, hardware: Hardware, axes: Sequence[str] 
     """Every legal layout of the request, simplest first; beside data, degrees are tried of those `axes` that it leaves open. Raises InputError with
     all problems when there is none."""
     found, refused = [], []
-    for degrees in _degrees(job, hardware, axes):
+    for degrees in _degrees(job, model, hardware, axes):
         for layout in _meshes(degrees, hardware):
             wrong = problems(model, layout, job.batch)
             refused += wrong if degrees == _given(job.layout) else []
@@ -71,8 +71,9 @@ def _given(asked: LayoutRequest) -> LayoutRequest:
     return asked.model_copy(update=degrees)
 
 
-def _degrees(job: Job, hardware: Hardware, axes: Sequence[str]) -> Iterator[LayoutRequest]:
-    """The request with its degrees filled in: the data axes alone first, then tensor and context inside a node, and pipeline, where they were open.
+def _degrees(job: Job, model: ModelSpec, hardware: Hardware, axes: Sequence[str]) -> Iterator[LayoutRequest]:
+    """The request with its degrees filled in: the data axes alone first, then tensor, context and expert inside a node, and pipeline, where they were
+    open; `nodes` among the axes lets experts be parted over several.
 
     With them goes what makes them worth their while: sequence parallel, and an optimizer cut over the data and context axes (full shard without
     pipeline).
@@ -80,21 +81,50 @@ def _degrees(job: Job, hardware: Hardware, axes: Sequence[str]) -> Iterator[Layo
     asked, alone = job.layout, _given(job.layout)
     yield alone
     fixed = asked.data is not None or asked.replicate is not None or (asked.shard != "auto" and not asked.tensor and not asked.pipeline)
+    fixed = fixed and "expert" not in axes
     # Whoever forbids recomputing is told that it would do, before more axes are tried.
     fixed = fixed or (asked.activation_checkpointing == "none" and job.method != "pretrain")
     if not axes or fixed or job.method not in ("full", "pretrain"):
         return
-    inside = hardware.devices_per_node // (asked.tensor or 1)
-    most = {"tensor": hardware.devices_per_node, "pipeline": min(hardware.num_devices, 16), "context": inside}
-    open_degrees = ([getattr(asked, axis)] if getattr(asked, axis) else _powers_of_two(most[axis] if axis in axes else 1) for axis in most)
-    for tensor, pipeline, context in itertools.product(*open_degrees):
-        degrees = {"tensor": tensor, "pipeline": pipeline, "context": context, "sequence_parallel": asked.sequence_parallel or tensor > 1}
+    for tensor, pipeline, context, expert in itertools.product(*_open_degrees(asked, model, hardware, axes)):
+        degrees = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
         used = tensor * pipeline * context
-        if used == (alone.tensor or 1) * (alone.pipeline or 1) * (alone.context or 1) or hardware.num_devices % used:
+        if all(getattr(alone, axis) == degree for axis, degree in degrees.items()) or hardware.num_devices % used:
             continue
-        cut = ["none"] if tensor * pipeline == hardware.num_devices else ["optimizer", "parameters"][: 3 - min(pipeline, 2)]
-        for shard in cut if asked.shard == "auto" else [asked.shard]:
+        if (hardware.num_devices // pipeline) % expert:
+            continue
+        degrees["sequence_parallel"] = asked.sequence_parallel or tensor > 1
+        for shard in _worthwhile(tensor * pipeline == hardware.num_devices, pipeline, expert) if asked.shard == "auto" else [asked.shard]:
             yield alone.model_copy(update=degrees | {"shard": shard})
+
+
+def _open_degrees(asked: LayoutRequest, model: ModelSpec, hardware: Hardware, axes: Sequence[str]) -> Iterator[Sequence[int]]:
+    """For tensor, pipeline, context and expert the degrees to try: the one that is asked for, 1, or all that an axis of `axes` may have."""
+    node, devices = hardware.devices_per_node, hardware.num_devices
+    able = {
+        "tensor": _powers_of_two(node),
+        "pipeline": _powers_of_two(min(devices, 16)),
+        "context": _powers_of_two(node // (asked.tensor or 1)),
+        "expert": _expert_degrees(model, hardware, axes),
+    }
+    for axis, degrees in able.items():
+        given = getattr(asked, axis)
+        yield [given] if given else degrees if axis in axes else [1]
+
+
+def _expert_degrees(model: ModelSpec, hardware: Hardware, axes: Sequence[str]) -> list[int]:
+    """Degrees that experts divide by: of an axis alone all inside a node, over nodes those beyond one; among other axes the widest inside a node."""
+    count = model.experts.count if model.experts else 1
+    every = [degree for degree in range(1, min(count, hardware.num_devices) + 1) if count % degree == 0 and hardware.num_devices % degree == 0]
+    inside = [degree for degree in every if degree <= hardware.devices_per_node]
+    if "nodes" in axes:
+        return [degree for degree in every if degree not in inside]
+    return inside if len(axes) == 1 else sorted({1, inside[-1]})
+
+
+def _worthwhile(is_alone: bool, pipeline: int, expert: int) -> Sequence[Shard]:
+    """What to cut over the data axis, where anything is left to cut; beside experts that are parted there is always something."""
+    return ("none",) if is_alone and expert == 1 else ("optimizer", "parameters")[: 3 - min(pipeline, 2)]
 
 
 def _powers_of_two(most: int) -> list[int]:
@@ -144,9 +174,9 @@ def _shards(asked: LayoutRequest, num_sharers: int) -> tuple[Shard, ...]:
         return (asked.shard,)
     if (asked.replicate or 1) > 1 or asked.reshard_after_forward != "auto":
         return ("parameters",)
-    if num_sharers == 1:
-        return ("none",)
-    return SHARDS
+    if (asked.expert or 1) > 1:
+        return SHARDS[1:]
+    return SHARDS if num_sharers > 1 else ("none",)
 
 
 def _copies(shard: Shard, asked: LayoutRequest, data: int, hardware: Hardware) -> list[int]:

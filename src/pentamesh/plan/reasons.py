@@ -252,7 +252,7 @@ def _machinery(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]
         yield f"{' and '.join(untrained)} parallel: planned and not trained yet"
 
 
-_UNTRAINED = {"pp": "pipeline", "ep": "expert"}
+_UNTRAINED = {"pp": "pipeline"}
 
 
 def _is_several(p: Prediction) -> bool:

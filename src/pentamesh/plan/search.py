@@ -43,7 +43,7 @@ def plan(
 ) -> Plan:
     """The judged and chosen layout of `job`; what the request fixes is judged as it is, the rest is chosen.
 
-    `trained_only` chooses among what is trained so far: data, tensor and context. When nothing fits, the plan is the best attempt, with the changes
+    `trained_only` chooses among what is trained so far: all axes but pipeline. When nothing fits, the plan is the best attempt, with the changes
     that would fit.
     Raises InputError when the request cannot be laid out at all.
     """
@@ -84,18 +84,30 @@ def _with_copy(job: Job, chosen: Prediction) -> Memory:
     return copied(chosen.memory, copy_bytes(chosen.held, chosen.precision), chosen.hardware.device.kind, kept.asynchronous)
 
 
-def _axes(job: Job, model: ModelSpec, alone: Sequence[Prediction], *, trained_only: bool) -> Iterator[tuple[str, ...]]:
-    """The axes beside data whose degrees are open where the request leaves them so, some together; `alone` is what data alone comes to."""
-    fits = any(p.verdict != "does_not_fit" for p in alone)
-    if not model.is_described or (fits and job.method != "pretrain"):
-        return  # its dims have no names to cut, or nothing is to be gained
+def _axes(job: Job, model: ModelSpec, found: Sequence[Prediction], *, trained_only: bool) -> Iterator[tuple[str, ...]]:
+    """The axes beside data whose degrees are open where the request leaves them so, some together. `found` grows meanwhile: at first it is what data
+    alone comes to."""
+
+    if not model.is_described:
+        return  # its dims have no names to cut
+    alone_fits = any(p.verdict != "does_not_fit" for p in found)
     # Context cuts what passes; what rests is cut by data as far.
-    has_room = any(p.memory.states_bytes < p.memory.usable_bytes for p in alone)
+    has_room = any(p.memory.states_bytes < p.memory.usable_bytes for p in found)
+    experts = ("expert",) if model.experts else ()
+    several = bool(experts) and found[0].hardware.num_nodes > 1
+    if experts:
+        yield experts
+    if several:
+        yield ("expert", "nodes")
+    if alone_fits and job.method != "pretrain":
+        return  # nothing is to be gained
     # With tensor comes sequence parallel, which a stream that positions are added to is not trained with.
     if not (trained_only and model.learns_positions):
-        yield ("tensor",) if trained_only else ("tensor", "pipeline")
-    if has_room and not fits:
-        yield ("context",)
+        yield ("tensor", *experts) if trained_only else ("tensor", "pipeline", *experts)
+    if several and not trained_only:
+        yield ("pipeline", "expert", "nodes")
+    if has_room and not alone_fits:
+        yield ("context", *experts)
 
 
 def judged(
