@@ -24,7 +24,6 @@ from pentamesh.job.precision import ITEMSIZE, ROUNDED_AT_ONCE, Precision
 from pentamesh.layout.mesh import COPY_AXES, Layout
 from pentamesh.layout.policy import Policy
 from pentamesh.model.roles import Role
-from pentamesh.model.spec import ModelSpec
 
 __all__ = ["Moment", "Rank"]
 
@@ -339,4 +338,3 @@ class Rank:
 def _of_mlp(*asked: Any, sparse: bool) -> tuple[Saved, ...]:
     """Of what a block keeps, or has computed again, what its MLP does."""
     return tuple(saved for saved in activations.block(*asked, sparse=sparse) if saved.name in activations.OF_MLP)
-

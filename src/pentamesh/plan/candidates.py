@@ -81,17 +81,17 @@ def _degrees(job: Job, model: ModelSpec, hardware: Hardware, axes: Sequence[str]
     asked, alone = job.layout, _given(job.layout)
     yield alone
     fixed = asked.data is not None or asked.replicate is not None or (asked.shard != "auto" and not asked.tensor and not asked.pipeline)
-    fixed = fixed and "expert" not in axes
+    axes = [axis for axis in axes if not fixed or axis in ("expert", "nodes")]  # which ask for no other data ranks
     # Whoever forbids recomputing is told that it would do, before more axes are tried.
-    fixed = fixed or (asked.activation_checkpointing == "none" and job.method != "pretrain")
-    if not axes or fixed or job.method not in ("full", "pretrain"):
+    forbids = asked.activation_checkpointing == "none" and job.method != "pretrain"
+    if not axes or forbids or job.method not in ("full", "pretrain"):
         return
     for tensor, pipeline, context, expert in itertools.product(*_open_degrees(asked, model, hardware, axes)):
         degrees = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
         used = tensor * pipeline * context
         if all(getattr(alone, axis) == degree for axis, degree in degrees.items()) or hardware.num_devices % used:
             continue
-        if (hardware.num_devices // pipeline) % expert:
+        if (hardware.num_devices // pipeline // (asked.replicate or 1)) % expert:
             continue
         degrees["sequence_parallel"] = asked.sequence_parallel or tensor > 1
         for shard in _worthwhile(tensor * pipeline == hardware.num_devices, pipeline, expert) if asked.shard == "auto" else [asked.shard]:

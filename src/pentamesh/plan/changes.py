@@ -49,8 +49,8 @@ class _Asked:
         self.model, self.hardware = model, hardware
 
     def verdict(self, job: Job, hardware: Hardware | None = None) -> Verdict:
-        """The verdict of the layout that holds least, or of context inside a node where that is not enough and the plan would try it; the global
-        batch is rounded up to what the ranks divide."""
+        """The verdict of the layout that holds least, or of context inside a node and of parted experts where that is not enough and the plan would
+        try it; the global batch is rounded up to what the ranks divide."""
         hardware = hardware or self.hardware
         ranks = job.batch.micro_batch * hardware.num_devices
         rounded = job.batch.model_copy(update={"global_batch": -(-job.batch.global_batch // ranks) * ranks})
@@ -60,7 +60,7 @@ class _Asked:
         except InputError:
             return "does_not_fit"
         # What is cut most holds least; under adapters it may gather more than cutting saves.
-        tried = able if job.method in ("lora", "qlora") else [*able[:1], *self._cut_along_sequences(job, hardware)]
+        tried = able if job.method in ("lora", "qlora") else [*able[:1], *self._cut_along_sequences(job, hardware), *self._parted(job, hardware)]
         found = [self._judge(job, layout, hardware) for layout in tried]
         return next(verdict for verdict in BEST_FIRST if verdict in found)
 
@@ -71,6 +71,13 @@ class _Asked:
         able = [one for one in layouts(job, self.model, hardware, ("context",)) if one.mesh.cp > 1 and one.shard == "parameters"]
         most = max((one.mesh.cp for one in able), default=1)
         return [one for one in able if one.mesh.cp == most]
+
+    def _parted(self, job: Job, hardware: Hardware) -> list[Layout]:
+        """Full shard with experts parted, by every degree that the plan may choose."""
+        if self.model.experts is None or job.layout.expert is not None:
+            return []
+        axes = (("expert",), ("expert", "nodes")) if hardware.num_nodes > 1 else (("expert",),)
+        return [one for some in axes for one in layouts(job, self.model, hardware, some) if one.mesh.ep > 1 and one.shard == "parameters"]
 
     def _judge(self, job: Job, layout: Layout, hardware: Hardware) -> Verdict:
         """Where what rests is too much already, nobody asks for what passes through."""
@@ -145,6 +152,7 @@ def _length(job: Job, asked: _Asked) -> Iterator[str]:
         sentence = "layout.activation_offload: true (inputs of recomputed blocks wait in host memory)"
         yield from asked.tried(job.model_copy(update={"layout": layout}), sentence)
     yield from _context(job, asked)
+    yield from _expert(job, asked)
     if job.batch.micro_batch > 1:
         batch = job.batch.model_copy(update={"micro_batch": 1})
         yield from asked.tried(job.model_copy(update={"batch": batch}), "micro_batch = 1, with more accumulation")
@@ -159,6 +167,20 @@ def _context(job: Job, asked: _Asked) -> Iterator[str]:
     for degree in (2**i for i in range(1, asked.hardware.devices_per_node.bit_length())):
         layout = free.model_copy(update={"context": degree})
         found = list(asked.tried(job.model_copy(update={"layout": layout}), f"layout.context: {degree} (each sequence cut over {degree} GPUs)"))
+        if found:
+            yield from found
+            return
+
+
+def _expert(job: Job, asked: _Asked) -> Iterator[str]:
+    """Fewer experts gathered at a time, where the job holds them together."""
+    experts, given = asked.model.experts, job.layout.expert
+    if experts is None or given is None:
+        return
+    degrees = (n for n in range(given + 1, asked.hardware.num_devices + 1) if experts.count % n == 0)
+    for degree in degrees:
+        layout = job.layout.model_copy(update={"expert": degree})
+        found = list(asked.tried(job.model_copy(update={"layout": layout}), f"layout.expert: {degree} (the experts of a layer over {degree} GPUs)"))
         if found:
             yield from found
             return

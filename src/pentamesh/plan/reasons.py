@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from pentamesh.cost.experts import imbalance
 from pentamesh.cost.holding import widths
 from pentamesh.cost.needs import BEST_FIRST
 from pentamesh.cost.predict import Prediction
@@ -44,6 +45,7 @@ def reasons(chosen: Prediction, found: Sequence[Prediction]) -> tuple[str, ...]:
         *_copies(chosen, found),
         *_stages(chosen),
         *_context(chosen, found),
+        *_experts(chosen, found),
         *_recompute(chosen, found),
         *_offload(chosen),
         *_async_tensor(chosen),
@@ -187,6 +189,47 @@ def _other_way(chosen: Prediction, layout: Layout, found: Sequence[Prediction]) 
             f"{format_seconds(best.time.step_s.expected)} a step" if fits else f"up to {format_bytes(best.memory.peak_bytes.high)} a {_rank(best)}"
         )
         yield f"with {WAYS[layout.context]} it takes {takes}"
+
+
+def _experts(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
+    """How far the experts of a layer are parted, what it would take to gather them all, and what uneven routers would take."""
+    model, ep = chosen.held.model, chosen.held.layout.mesh.ep
+    if model.experts is None or ep == 1:
+        return
+    sent = sum(c.bytes_per_rank for c in chosen.communication if (c.axis, c.kind) == ("ep", "all_to_all"))
+    said = (
+        f"the {model.experts.count} experts of a layer are parted over {ep} {_ranks(chosen)}, {model.experts.count // ep} on each: rows of "
+        f"{format_bytes(sent)} a {_rank(chosen)} and step go to them and home"
+    )
+    yield said + "".join(_whole_experts(chosen, found))
+    yield from _unevenness(chosen)
+
+
+def _whole_experts(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:
+    """What the chosen layout would take with all experts on every rank, where that was judged and fits as well."""
+    mesh = replace(chosen.held.layout.mesh, ep=1)
+    twins = [p for p in found if p.held.layout == replace(chosen.held.layout, mesh=mesh)]
+    if not twins:
+        return
+    best = min(twins, key=lambda p: (BEST_FIRST.index(p.verdict), p.time.step_s.expected if p.verdict == chosen.verdict else 0))
+    if BEST_FIRST.index(best.verdict) > BEST_FIRST.index(chosen.verdict):
+        yield f"; with all on each it takes up to {format_bytes(best.memory.peak_bytes.high)} a {_rank(best)}"
+    else:
+        yield f"; with all on each it takes {format_seconds(best.time.step_s.expected)} a step"
+
+
+def _unevenness(p: Prediction) -> Iterator[str]:
+    """What is reckoned with where routers send more rows to some ranks than to others."""
+    rows, num_bytes = imbalance(p.held.model, p.held.layout), p.memory.parts_bytes["experts"]
+    if not num_bytes:
+        return  # when memory is fullest there are no rows
+    worst = num_bytes * (rows.high / rows.expected - 1)
+    spared = p.memory.peak_bytes.high - worst <= p.memory.usable_bytes < p.memory.peak_bytes.high
+    risk = ": only such a router would not fit" if p.verdict == "at_risk" and spared else ""
+    yield (
+        f"the fullest {_rank(p)} is reckoned to get {rows.expected:g} times the rows of an even share, {format_bytes(num_bytes)}; "
+        f"a router that sends it {rows.high:g} times as many would take {format_bytes(worst)} more{risk}"
+    )
 
 
 def _recompute(chosen: Prediction, found: Sequence[Prediction]) -> Iterator[str]:

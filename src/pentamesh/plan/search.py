@@ -106,7 +106,7 @@ def _axes(job: Job, model: ModelSpec, found: Sequence[Prediction], *, trained_on
         yield ("tensor", *experts) if trained_only else ("tensor", "pipeline", *experts)
     if several and not trained_only:
         yield ("pipeline", "expert", "nodes")
-    if has_room and not alone_fits:
+    if has_room and not alone_fits and not (experts and any(p.verdict != "does_not_fit" for p in found)):
         yield ("context", *experts)
 
 
@@ -147,8 +147,16 @@ def _alternatives(chosen: Prediction, found: list[Prediction]) -> tuple[Alternat
     for p in found:
         same_layout = p.held.layout == chosen.held.layout
         rivals.setdefault((p.held.layout, p.policy.recompute if same_layout else ""), []).append(p)
-    others = [_choose(group) for key, group in rivals.items() if key != (chosen.held.layout, chosen.policy.recompute)]
+    others = _told([_choose(group) for key, group in rivals.items() if key != (chosen.held.layout, chosen.policy.recompute)])
     others.sort(key=lambda p: (BEST_FIRST.index(p.verdict), p.time.step_s.expected))
-    rest = [p for p in others if p.held.layout.strategy == "multi_axis"][SHOWN_MULTI_AXIS:]
-    others = [p for p in others if p not in rest]
     return tuple(Alternative(described(p.held.layout, p.policy), p.verdict, p.time.step_s.expected, why_not(p, chosen)) for p in others)
+
+
+def _told(others: list[Prediction]) -> list[Prediction]:
+    """All of the data axes; of several axes the fastest that fit, and where these are few those that come nearest to it."""
+
+    def rank(p: Prediction) -> tuple[int, float]:
+        return BEST_FIRST.index(p.verdict), p.memory.peak_bytes.expected if p.verdict == "does_not_fit" else p.time.step_s.expected
+
+    several = sorted((p for p in others if p.held.layout.strategy == "multi_axis"), key=rank)
+    return [p for p in others if p.held.layout.strategy != "multi_axis"] + several[:SHOWN_MULTI_AXIS]
