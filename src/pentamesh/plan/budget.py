@@ -128,6 +128,7 @@ _AXES: tuple[tuple[str, dict[str, Any], dict[str, Any], str, str], ...] = (
     ("context, ring", {"cp": 1}, {"context": "ring"}, "the tokens of a sequence", "next to tensor"),
     ("context, gathered", {"cp": 1}, {"context": "all_gather"}, "the tokens of a sequence", "next to tensor"),
     ("context, Ulysses", {"cp": 1}, {"context": "ulysses"}, "tokens, and heads inside attention", "next to tensor"),
+    ("expert, full shard", {"dp_shard": 1, "ep": 1}, {"shard": "parameters"}, "the experts of a layer; the rest as full shard", "a node, or some"),
 )
 
 
@@ -146,10 +147,9 @@ def axes(model: ModelSpec, degree: int = 8, seq_len: int = 4096) -> Table:
         count, sent = sum(r.count for r in spoken), sum(r.wire_bytes for r in spoken)
         kinds = ", ".join(dict.fromkeys(r.kind for r in spoken))
         rows.append((name, cuts, str(count), kinds, sent, sent / count, home))
-    notes = (
-        "expert parallel cuts the experts of an MoE layer and speaks by all-to-all in those layers only",
-        *(f"not for this model - {reason}" for reason in left_out),
-    )
+    notes = tuple(f"not for this model - {reason}" for reason in left_out)
+    if model.experts:
+        notes = ("experts: what goes to them and home is as much as a balanced router sends", *notes)
     title = f"The axes of {model.name} at degree {degree}: one micro-batch of {seq_len:,} tokens, forward and backward, in bf16"
     return Table(title, ("axis", "cuts", "speaks", "by", "sent a rank", "each time", "lives"), tuple(rows), notes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -18,6 +18,10 @@ from pentamesh.model.spec import ModelSpec
 from pentamesh.plan.reasons import NAMES
 
 __all__ = ["Table", "keys", "strategies", "table"]
+
+
+# GPUs of a usual node.
+A_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,27 @@ def strategies(model: ModelSpec, degrees: Sequence[int], precision: str = "bf16"
         layout = _layout(shard, 8)
         cut = ", ".join(kind.value for kind in SHARDED_KINDS[shard]) or "nothing"
         rows.append((NAMES[layout.strategy], cut, _formula(layout, precision), *cells))
+    rows += _parted(model, degrees, precision)
     columns = ("strategy", "cut", "bytes", *(f"{degree} GPUs" for degree in degrees))
     notes = (
         f"{model.num_parameters:,} parameters, precision {precision}; hybrid shard is full shard over the GPUs of one node",
         "activations, gathered parameters and the framework come on top: `pentamesh plan` counts them",
+        *([f"experts: parted over E GPUs of a node, at most {A_NODE} (layout.expert)"] if model.experts else []),
     )
     return Table(f"States of {model.name} per GPU", columns, tuple(rows), notes)
+
+
+def _parted(model: ModelSpec, degrees: Sequence[int], precision: str) -> Iterator[tuple[Any, ...]]:
+    """The strategies that shard, with experts parted as far as they divide and a node reaches."""
+    if model.experts is None:
+        return
+    most = {degree: max(n for n in range(1, min(degree, A_NODE) + 1) if degree % n == model.experts.count % n == 0) for degree in degrees}
+    for shard in SHARDS[1:3]:  # under full shard experts are cut as far without
+        layouts = [Layout(Mesh(dp_shard=degree, ep=ep), shard) for degree, ep in most.items()]
+        cells = [sum(states(Holding(model, layout), PRECISIONS[precision]).values()) for layout in layouts]
+        cut = ", ".join(kind.value for kind in SHARDED_KINDS[shard])
+        formula = _formula(_layout(shard, 8), precision).replace("P ", "P/E ", 1)
+        yield (f"{NAMES[_layout(shard, 8).strategy]}, experts", cut, f"{formula} of experts", *cells)
 
 
 def keys() -> Table:
