@@ -34,6 +34,8 @@ class Policy:
     async_tensor    compiled blocks send the stream in parts beside the matmuls that use it; planned as if they waited, an upper bound
     reshard         full shard: free a block's gathered parameters between its forward and its backward
     keep_gathered   full shard: keep gathered parameters over all micro-batches of a step (implies no reshard)
+    balance         what keeps the loads of experts even: nothing, an auxiliary `loss`, or a `bias` of each that moves after every step
+    balance_by      what that loss weighs, or how far a bias moves
     reduce          `once` sums gradients over ranks after the last micro-batch, `each` after every one; `node` cuts and sums them among the
                     ranks that shard after every one, and among copies after the last
     """
@@ -48,6 +50,8 @@ class Policy:
     compile: bool = False
     async_tensor: bool = False
     packed: bool = False
+    balance: Literal["none", "loss", "bias"] = "none"
+    balance_by: float = 0.0
 
     def __post_init__(self) -> None:
         if self.keep_gathered and self.reshard:

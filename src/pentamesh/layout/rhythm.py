@@ -24,7 +24,22 @@ from pentamesh.model.dims import Dim, TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec, Unit
 
-__all__ = ["Crossing", "LedgerRow", "activations", "buckets", "ledger", "parameters", "partial_sums", "rhythm", "routed", "sums"]
+__all__ = [
+    "Crossing",
+    "LedgerRow",
+    "activations",
+    "buckets",
+    "evened",
+    "ledger",
+    "load_axes",
+    "norm_axes",
+    "parameters",
+    "partial_sums",
+    "rhythm",
+    "routed",
+    "row_axes",
+    "sums",
+]
 
 
 # Of a number of rows or tokens, int64.
@@ -77,15 +92,18 @@ def rhythm(
     seq: int | Sequence[int],
     rank: int = 0,
     came: Sequence[Sequence[int]] | None = None,
+    samples: Sequence[int] | None = None,
 ) -> Iterator[Crossing]:
     """Every collective of a steady step of one rank, of the first pipeline stage, which has most to say.
 
     Shapes: `seq` is the length of a sequence before context ranks share it, or of those of each micro-batch in turn. `came` are the rows that came to
-    this rank's experts, by micro-batch and sparse layer; where it is not given, routers send as many to all. Units: bytes per rank.
+    this rank's experts, by micro-batch and sparse layer; where it is not given, routers send as many to all. `samples` are how many the rows of each
+    micro-batch hold; where it is not given, one each. Units: bytes per rank.
     """
     yield from parameters(on_stage(model, layout.mesh.pp, 0), layout, policy, precision, rank)
     yield from activations(model, layout, policy, precision, seq)
     yield from routed(model, layout, policy, precision, seq, came)
+    yield from evened(model, layout, policy, samples)
     yield from sums(model, layout, precision)
 
 
@@ -311,6 +329,31 @@ def _to_experts(
     yield crossed("backward", received, wide, times if reached.mixes else 0)
 
 
+def evened(model: ModelSpec, layout: Layout, policy: Policy, samples: Sequence[int] | None = None) -> Iterator[Crossing]:
+    """Of `rhythm`, what an auxiliary loss needs to know of each sparse layer and micro-batch: how often each of its samples chose each expert, on all
+    ranks that have parts of its rows. It is not asked again where backward computes a block once more."""
+    axes = row_axes(layout)
+    if model.experts is None or policy.balance != "loss" or not axes:
+        return
+    for count, times in Counter(samples or [policy.micro_batch] * policy.grad_accum).items():
+        move = Move("all_reduce", axes, layout.mesh.degree(*axes), count * model.experts.count * COUNT_BYTES)
+        yield Crossing("forward", move, times * _sparse_layers(model, layout))
+
+
+def row_axes(layout: Layout) -> tuple[str, ...]:
+    """The axes along which ranks have parts of the same rows, on the stream as it lies between blocks."""
+    return tuple(axis for axis in ("cp", *(("tp",) if layout.sequence_parallel else ())) if layout.mesh.degree(axis) > 1)
+
+
+def load_axes(layout: Layout) -> tuple[str, ...]:
+    """The axes along which routers see different tokens."""
+    return (*(axis for axis in DATA_AXES if layout.mesh.degree(axis) > 1), *row_axes(layout))
+
+
+def _sparse_layers(model: ModelSpec, layout: Layout) -> int:
+    return 0 if model.experts is None else sum(layer % layout.mesh.pp == 0 for layer in model.experts.layers)
+
+
 def activation(name: str, model: ModelSpec, layout: Layout, batch: int, seq: int, last: tuple[str, ...], sequence: str = "seq") -> TensorSpec:
     """A named activation of one micro-batch over the whole mesh: [batch x data ranks, sequence, last]. Of heads there are queries and what attention
     gives (`given`), of key heads keys and `values`."""
@@ -353,11 +396,15 @@ def sums(model: ModelSpec, layout: Layout, precision: Precision) -> Iterator[Cro
 
 
 def _bookkeeping(model: ModelSpec, layout: Layout) -> Iterator[Crossing]:
-    """The token counts before a step (trained and all, int64), then the loss and the squared norm of cut gradients (one float64 each)."""
+    """The token counts before a step (trained and all, int64), then the loss, the loads of experts, of each layer and expert one, with the auxiliary
+    loss, and the squared norm of cut gradients (float64 each)."""
     tokens = tuple(axis for axis in TOKEN_AXES if layout.mesh.degree(axis) > 1)
     if tokens:
         yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 2 * COUNT_BYTES), 1)
         yield Crossing("step", Move("all_reduce", tokens, layout.mesh.degree(*tokens), 8), 1)
+    if model.experts is not None and (apart := load_axes(layout)):
+        numbers = _sparse_layers(model, layout) * model.experts.count + 1
+        yield Crossing("step", Move("all_reduce", apart, layout.mesh.degree(*apart), 8 * numbers), 1)
     cut = norm_axes(model, layout)
     if cut:
         yield Crossing("step", Move("all_reduce", cut, layout.mesh.degree(*cut), 8), 1)

@@ -209,6 +209,7 @@ def _row(made: Run, counters: Counters, result: StepResult, lr: float, measured:
         "peak_bytes": measured.peak_bytes,
         "rss_peak_bytes": rss_peak_bytes(),
         "skipped": result.skipped or None,
+        **({} if result.loads is None else {"experts": result.loads.row()}),
     }
 
 

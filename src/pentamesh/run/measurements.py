@@ -37,6 +37,7 @@ class Measurements:
     peak_bytes: int | None = None
     ledger: list[LedgerRow] | None = None
     lengths: list[int] = field(default_factory=list)
+    samples: list[int] | None = None
     standing: Standing = field(default_factory=Standing)
     # Bytes of the copy that is saved beside the steps: on a CPU the allocator counts them, and no step has made them.
     copy_bytes: Callable[[], int] = lambda: 0
@@ -51,6 +52,7 @@ class Measurements:
                 peak = stack.enter_context(measured_peak(world.device))
             if index == STEADY:
                 self.lengths = [world.share.row_length(micro.input_ids.shape[1]) for micro in micros]
+                self.samples = [len(micro.sizes) for micro in micros if micro.sizes is not None]
                 recorder = stack.enter_context(Recorder(world))
                 stack.enter_context(self.standing.watched(self.trainee))
             yield self.standing.look if index == STEADY else None
@@ -96,4 +98,5 @@ class Measurements:
     def _predicted(self) -> list[LedgerRow]:
         """Of a step of rows as long as the recorded ones: what crosses the borders of blocks grows with them."""
         plan, lengths = self.plan, self.lengths or self.plan.job.batch.seq_len
-        return ledger(rhythm(self.trainee.model, plan.layout, plan.policy, plan.precision, lengths, self.trainee.world.rank))
+        rank = self.trainee.world.rank
+        return ledger(rhythm(self.trainee.model, plan.layout, plan.policy, plan.precision, lengths, rank, samples=self.samples))

@@ -30,6 +30,7 @@ from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.attention import ATTENTION
+from pentamesh.run.balance import even_out
 from pentamesh.run.compiled import compile_blocks, overlap_tensor_moves
 from pentamesh.run.data.batches import collate
 from pentamesh.run.data.samples import Samples
@@ -44,7 +45,7 @@ from pentamesh.run.shown import Getter, cast_to, show
 from pentamesh.run.tensor import AXIS, cross_borders, cut
 from pentamesh.run.world import World
 
-__all__ = ["Filler", "build", "check", "local", "place", "torch_dtype"]
+__all__ = ["Filler", "build", "check", "local", "parameters_of", "place", "torch_dtype", "unwrapped"]
 
 # Fills a rank's local part of a parameter: read from a folder, or drawn at random.
 Filler = Callable[[TensorSpec, Split, int, torch.Tensor], None]
@@ -69,6 +70,7 @@ def build(model: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
     config = {key: value for key, value in model.config.items() if key not in ("auto_map", "quantization_config")}
     config = AutoConfig.for_model(**config)
     config.use_cache = False
+    config.output_router_logits = False  # experts' loads are the policy's to keep even
     with init_empty_weights(include_buffers=False):
         own = {"attn_implementation": ATTENTION, "experts_implementation": EXPERTS} if model.is_described else {"attn_implementation": "sdpa"}
         built = AutoModelForCausalLM.from_config(config, dtype=dtype, **own)
@@ -92,6 +94,7 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
         rotate_as_wide(built)
         keep_less(built, compiled=[unit for unit in model.units if unit and policy.compile])
         route_by(built, model)
+        even_out(built, model, policy, world)
     dispatching(built, world.group(("ep",)).group_name if layout.mesh.ep > 1 else "")
     recompute(built, policy, world.device)
     if policy.async_tensor and world.device.type == "cuda":
@@ -272,5 +275,9 @@ def _placements_of(parameter: torch.Tensor) -> tuple[str, ...]:
 
 def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters, frozen ones too, by Hugging Face name, whatever wraps the module."""
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
-    return dict(inner.named_parameters())
+    return dict(unwrapped(module).named_parameters())
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What DDP may stand around."""
+    return module.module if isinstance(module, DistributedDataParallel) else module

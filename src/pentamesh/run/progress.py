@@ -47,6 +47,7 @@ class Progress:
             f"{format_count(row['tokens_per_s'])} tok/s",
             f"{row['step_s']:.2f} s ({row['step_s'] / predicted:.2f}x planned)" if predicted else f"{row['step_s']:.2f} s",
             f"MFU {row['mfu']:.1%}",
+            *([f"max load {row['experts']['max_load']:.2f}x"] if "experts" in row else []),
             *([f"peak {format_bytes(row['peak_bytes'])}"] if row["peak_bytes"] is not None else []),
             f"ETA {format_seconds(left * row['step_s'])}" if left else "done",
         ]

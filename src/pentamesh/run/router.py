@@ -18,12 +18,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from pentamesh.model.spec import Experts, ModelSpec
+from pentamesh.run.balance import counted, sloped
 from pentamesh.run.shown import class_with
 
 __all__ = ["Choices", "route_by"]
 
 # Keeps a sum of scores that all but vanish from dividing by zero. Source: transformers, DeepseekV3TopkRouter.
 LEAST = 1e-20
+
+# The experts that tokens chose, and what an auxiliary loss makes of that: as `balance.counted` gives it.
+Choice = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def route_by(built: nn.Module, model: ModelSpec) -> None:
@@ -43,7 +47,9 @@ def _route(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     logits = _WideLinear.apply(hidden, module.weight) if rule.wide else linear(hidden, module.weight, bias)
     wide = torch.promote_types(logits.dtype, torch.float32)
     scores = _scores(logits.to(wide), rule)
-    index = _kept(lambda: _chosen(scores, getattr(module, "e_score_correction_bias", None), rule))
+    index, samples, slope = _kept(lambda: _met(module, scores))
+    if _slopes(module):
+        scores = sloped(scores, _shares(scores, rule), samples, slope)
     weights = scores.gather(1, index)
     if rule.scores == "softmax of chosen":
         weights = weights.softmax(-1)
@@ -56,7 +62,28 @@ def _scores(logits: torch.Tensor, rule: Experts) -> torch.Tensor:
     return {"softmax": lambda: logits.softmax(-1), "sigmoid": logits.sigmoid, "softmax of chosen": lambda: logits}[rule.scores]()
 
 
+def _shares(scores: torch.Tensor, rule: Experts) -> torch.Tensor:
+    """What an auxiliary loss sees of scores: for each token numbers that add up to one. Source: arXiv 2412.19437, equation 19, for sigmoids."""
+    if rule.scores == "sigmoid":
+        return scores / (scores.sum(-1, keepdim=True) + LEAST)
+    return scores if rule.scores == "softmax" else scores.softmax(-1)
+
+
 @torch.no_grad()
+def _met(module: Any, scores: torch.Tensor) -> Choice:
+    """The chosen experts, which are counted where somebody asks."""
+    rule: Experts = module.rule
+    index = _chosen(scores, getattr(module, "e_score_correction_bias", None), rule)
+    if not hasattr(module, "at"):
+        return index, index[:0], scores[:0]
+    return counted(index, _shares(scores, rule) if _slopes(module) else scores, module.at, _slopes(module))
+
+
+def _slopes(module: Any) -> bool:
+    """Whether an auxiliary loss is on."""
+    return getattr(module, "slopes", False)
+
+
 def _chosen(scores: torch.Tensor, bias: torch.Tensor | None, rule: Experts) -> torch.Tensor:
     """The best experts of each token, in the best groups where these are chosen first."""
     scores = scores if bias is None else scores + bias
@@ -93,13 +120,13 @@ class _WideLinear(torch.autograd.Function):
 class Choices:
     """What the routers of one block chose in its forward pass, for when backward computes it again."""
 
-    made: list[torch.Tensor] = field(default_factory=list)
+    made: list[Choice] = field(default_factory=list)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Around the forward pass: every choice is noted."""
 
-        def note(choose: Choose) -> torch.Tensor:
+        def note(choose: Choose) -> Choice:
             self.made.append(choose())
             return self.made[-1]
 
@@ -114,8 +141,8 @@ class Choices:
             yield
 
 
-Choose = Callable[[], torch.Tensor]
-Note = Callable[[Choose], torch.Tensor]
+Choose = Callable[[], Choice]
+Note = Callable[[Choose], Choice]
 _NOTE: ContextVar[Note | None] = ContextVar("note", default=None)
 
 
@@ -128,6 +155,6 @@ def _noting(note: Note) -> Iterator[None]:
         _NOTE.reset(token)
 
 
-def _kept(choose: Choose) -> torch.Tensor:
+def _kept(choose: Choose) -> Choice:
     note = _NOTE.get()
     return choose() if note is None else note(choose)

@@ -21,7 +21,7 @@ from pentamesh.model.roles import Role
 from pentamesh.plan.plan import Plan
 from pentamesh.run.chance import random_state, saved_by, seed_anew, set_random_state
 from pentamesh.run.optim import STATE_NAMES
-from pentamesh.run.place import local
+from pentamesh.run.place import local, unwrapped
 from pentamesh.run.step import StepResult, Trainee
 
 __all__ = ["Counters", "restore", "store", "tensors"]
@@ -52,7 +52,8 @@ class Counters:
 
 
 def tensors(trainee: Trainee, *, shared: bool = False) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, by name: weights, moments of those that are trained, step counts and each rank's random state.
+    """Every tensor of a checkpoint, by name: weights, moments of those that are trained, step counts, buffers that the model's files have
+    and each rank's random state.
 
     With `shared`, of what several ranks hold each has its share only: what it saves.
     """
@@ -65,6 +66,9 @@ def tensors(trainee: Trainee, *, shared: bool = False) -> dict[str, torch.Tensor
             value = trainee.optimizer.state[parameter][name]
             own = f"optimizer.{tensor.name}.{name}"
             found |= held(own, local(value), kept, rank, shared=shared) if value.ndim else {own: value}
+    buffers = dict(unwrapped(trainee.module).named_buffers())
+    for tensor in trainee.model.buffers:
+        found |= held(f"model.{tensor.name}", buffers[tensor.name], split(tensor, Role.STATE, layout), rank, shared=shared)
     return found | random_state(trainee.world)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from pentamesh.layout.split import split
 from pentamesh.model.dims import TensorSpec
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
+from pentamesh.run.balance import Loads, balance_of
 from pentamesh.run.data.batches import Micro
 from pentamesh.run.loss import weighted_loss
 from pentamesh.run.partial import sum_partial_gradients
@@ -44,13 +45,15 @@ class Trainee:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, equal on all ranks: the loss before the update, the gradient norm before clipping, tokens over the global batch."""
+    """What a step did, equal on all ranks: the loss before the update, the gradient norm before clipping, tokens over the global batch, and how even
+    the loads of experts were. The loss is the cross-entropy alone; an auxiliary loss stands with the loads."""
 
     loss: float
     grad_norm: float
     num_trained_tokens: int
     num_tokens: int
     skipped: str = ""
+    loads: Loads | None = None
 
     @property
     def is_usable(self) -> bool:
@@ -67,7 +70,11 @@ def take_step(trainee: Trainee, micros: Sequence[Micro], max_grad_norm: float | 
     trained, total = (int(n) for n in world.sum([sum(m.num_trained for m in micros), sum(m.num_tokens for m in micros)], TOKEN_AXES))
     if trained == 0:
         return StepResult(0.0, 0.0, 0, total, skipped="no trained token in the whole batch")
+    balance = balance_of(trainee.module)
+    if balance is not None:
+        balance.begin(total)
     loss = accumulate(trainee, micros, trained) / trained
+    loads = None if balance is None else balance.end()
     norm = grad_norm(trainee)
     if watch is not None:
         watch(trainee)
@@ -75,9 +82,11 @@ def take_step(trainee: Trainee, micros: Sequence[Micro], max_grad_norm: float | 
     if not skipped:
         _clip(trainee.parameters, norm, max_grad_norm)
         trainee.optimizer.step()
+        if balance is not None:
+            balance.move()
     # DDP's gradients are views of its buckets: dropped, the next accumulation would make a second copy beside them.
     trainee.optimizer.zero_grad(set_to_none=not isinstance(trainee.module, DistributedDataParallel))
-    return StepResult(loss, norm, trained, total, skipped)
+    return StepResult(loss, norm, trained, total, skipped, loads)
 
 
 def accumulate(trainee: Trainee, micros: Sequence[Micro], num_trained: int) -> float:
@@ -85,9 +94,10 @@ def accumulate(trainee: Trainee, micros: Sequence[Micro], num_trained: int) -> f
     module, world = trainee.module, trainee.world
     # DDP averages over its group; gradients here are sums, so the factor is taken out beforehand.
     factor = dist.get_world_size(module.process_group) if isinstance(module, DistributedDataParallel) else 1
-    losses = []
+    losses, balance = [], balance_of(module)
     for index, micro in enumerate(micros):
-        with _reducing(module, trainee.policy, last=index == len(micros) - 1):
+        counting = nullcontext() if balance is None else balance.counting(micro, factor)
+        with _reducing(module, trainee.policy, last=index == len(micros) - 1), counting:
             loss = weighted_loss(module, micro, trainee.model, world, factor / num_trained)
             loss.backward()
         losses.append(loss.detach().double() * (num_trained / factor))

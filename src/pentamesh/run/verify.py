@@ -30,6 +30,7 @@ from pentamesh.model.families import describe
 from pentamesh.model.frozen import frozen
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
+from pentamesh.run.balance import Loads
 from pentamesh.run.data.batches import Batches
 from pentamesh.run.data.order import Row
 from pentamesh.run.data.samples import Samples
@@ -37,7 +38,7 @@ from pentamesh.run.experts import dispatches
 from pentamesh.run.initial import drawing
 from pentamesh.run.ledger import Recorder
 from pentamesh.run.optim import adamw
-from pentamesh.run.place import local, parameters_of, place
+from pentamesh.run.place import local, parameters_of, place, unwrapped
 from pentamesh.run.step import Trainee, take_step
 from pentamesh.run.world import World, join, leave
 from pentamesh.run.worlds import run_world
@@ -89,8 +90,9 @@ class InRows(Batches):
 
 @dataclass
 class Outcome:
-    """What a trial produced on one rank: per step the loss, norm and gradients; the final parameters; the last step's
-    ledger, the lengths of the rows of its micro-batches, and the rows that came to its experts in each of their sparse layers; placements checked."""
+    """What a trial produced on one rank: per step the loss, norm, gradients and how even the loads of experts were; the final parameters, and buffers
+    of the model's files; the last step's ledger, the lengths of the rows of its micro-batches, how many samples these hold, and the rows that came to
+    its experts in each of their sparse layers; placements checked."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -99,6 +101,8 @@ class Outcome:
     ledger: list[LedgerRow] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     came: list[list[int]] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    loads: list[Loads | None] = field(default_factory=list)
     num_tensors_checked: int = 0
     split_errors: list[str] = field(default_factory=list)
 
@@ -120,6 +124,8 @@ def outcome(trial: Trial) -> Outcome:
     _check_splits(trainee, found, trial)
     _steps(trial, trainee, found, watch=lambda t: _keep_gradients(t, found))
     found.parameters = {t.name: _whole(trainee.parameters[t.name], t, world, found) for t in trainee.model.parameters}
+    buffers = dict(unwrapped(trainee.module).named_buffers())
+    found.parameters |= {t.name: _whole(buffers[t.name], t, world, found) for t in trainee.model.buffers}
     return found
 
 
@@ -153,6 +159,8 @@ def _steps(trial: Trial, trainee: Trainee, found: Outcome, watch: Callable[[Trai
             result = take_step(trainee, micros, trial.optimizer.max_grad_norm, watch=watch)
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)
+        found.loads.append(result.loads)
+        found.samples = [len(micro.sizes) for micro in micros if micro.sizes is not None]
         found.ledger, found.lengths = recorder.rows(), [world.share.row_length(micro.input_ids.shape[1]) for micro in micros]
         layers = len(came) // len(micros)
         found.came = [came[at * layers : (at + 1) * layers] for at in range(len(micros))]
@@ -161,7 +169,7 @@ def _steps(trial: Trial, trainee: Trainee, found: Outcome, watch: Callable[[Trai
 def predicted_ledger(trial: Trial, found: Outcome, rank: int = 0) -> list[LedgerRow]:
     """What `layout.rhythm` says a steady step of this trial moves, on a rank the rows of whose micro-batches have these lengths, and to whose experts
     so many rows came."""
-    return ledger(rhythm(trial.model, trial.layout, trial.policy, PRECISIONS[trial.precision], found.lengths, rank, found.came))
+    return ledger(rhythm(trial.model, trial.layout, trial.policy, PRECISIONS[trial.precision], found.lengths, rank, found.came, found.samples))
 
 
 def compare(trial: Trial) -> dict[str, float]:

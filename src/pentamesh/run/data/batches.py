@@ -38,6 +38,8 @@ class Micro:
     `positions` [b, s] or [1, s], int64, are those of the tokens in their rows, or in their samples where rows hold several; None where they are 0 to
     s - 1. `bounds` [number of documents + 1], int32, where rows hold several samples, says where each begins, and the last ends, among all tokens of
     all whole rows; documents are the samples, and what pads a row.
+    `samples` [b, s], int64, says of which sample each token is, counted over all whole rows, one more than there are standing for padding; `sizes`
+    [samples], int64, how many tokens each has on all ranks that share its row.
     Units: num_trained counts this rank's labels that are trained, num_tokens its tokens that are not padding.
 
     Under causal attention no token sees the padding to its right, so there is no mask.
@@ -49,6 +51,8 @@ class Micro:
     num_tokens: int
     positions: torch.Tensor | None = None
     bounds: torch.Tensor | None = None
+    samples: torch.Tensor | None = None
+    sizes: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Micro:
         """The same on `device`; a copy to CUDA that shall not block goes through pinned memory."""
@@ -57,8 +61,9 @@ class Micro:
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=non_blocking)
 
-        # Where documents begin is asked on the host: a device would have to be waited for, in every attention.
-        tensors = {name: held for name, held in vars(self).items() if isinstance(held, torch.Tensor) and name != "bounds"}
+        # Where documents begin is asked on the host: a device would have to be waited for, in every attention. Of samples only experts ask.
+        asked_here = ("bounds", "samples", "sizes")
+        tensors = {name: held for name, held in vars(self).items() if isinstance(held, torch.Tensor) and name not in asked_here}
         return replace(self, **{name: moved(held) for name, held in tensors.items()})
 
 
@@ -77,6 +82,7 @@ def collate(samples: Samples | Stream, rows: Sequence[Row], share: Share = ALL) 
     if any(len(row) > 1 for row in rows):
         positions, bounds = _documents(lengths, length)
         positions = positions.take(here, axis=1)
+    of, sizes = _samples(lengths, here)
     return Micro(
         torch.from_numpy(input_ids),
         torch.from_numpy(labels),
@@ -84,6 +90,8 @@ def collate(samples: Samples | Stream, rows: Sequence[Row], share: Share = ALL) 
         num_tokens=int((here < ends[:, np.newaxis]).sum()),
         positions=None if positions is None else torch.from_numpy(positions),
         bounds=None if bounds is None else torch.from_numpy(bounds),
+        samples=torch.from_numpy(of),
+        sizes=torch.from_numpy(sizes),
     )
 
 
@@ -107,6 +115,17 @@ def _documents(lengths: list[list[int]], length: int) -> tuple[np.ndarray, np.nd
             positions[number, start:] = np.arange(length - start)
             bounds.add(number * length + start)
     return positions, np.array(sorted(bounds), np.int32)
+
+
+def _samples(lengths: list[list[int]], here: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of rows whose samples have these lengths, the sample of each token that stands `here` in its row, and the sizes of all."""
+    sizes = np.array([length for row in lengths for length in row], np.int64)
+    found, before = np.full((len(lengths), len(here)), len(sizes), np.int64), 0
+    for number, row in enumerate(lengths):
+        at = np.searchsorted(np.cumsum(row), here, side="right")
+        found[number, at < len(row)] = before + at[at < len(row)]
+        before += len(row)
+    return found, sizes
 
 
 @dataclass(frozen=True)
