@@ -75,7 +75,7 @@ def _met(module: Any, scores: torch.Tensor) -> Choice:
     rule: Experts = module.rule
     index = _chosen(scores, getattr(module, "e_score_correction_bias", None), rule)
     if not hasattr(module, "at"):
-        return index, index[:0], scores[:0]
+        return index, index.new_empty(0), scores.new_empty(0, rule.count)  # not parts of them, which would keep all
     return counted(index, _shares(scores, rule) if _slopes(module) else scores, module.at, _slopes(module))
 
 
