@@ -1,5 +1,5 @@
-"""The proofs can fail: each rule of tensor and context parallel, of windows, caps, documents and norms, broken in turn, shows in the quantity that it
-decides."""
+"""The proofs can fail: each rule of tensor, context and expert parallel, of windows, caps, documents and norms, broken in turn, shows in the quantity
+that it decides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from pentamesh.layout.mesh import DATA_AXES, TOKEN_AXES, Layout, Mesh, Shard
 from pentamesh.layout.policy import Policy
-from pentamesh.run import attention, blocks, context, head, loss, partial, place, step, tensor
+from pentamesh.run import attention, blocks, context, experts, head, loss, partial, place, router, step, tensor
 from pentamesh.run.data import batches
 from pentamesh.run.data.batches import IGNORED, Micro
 from pentamesh.run.data.share import Share
@@ -198,7 +198,51 @@ def norm_counts_copies() -> None:
     put(step, "shared_by", lambda *_: 1)
 
 
+def rows_as_they_come() -> None:
+    """Rows of several ranks are not put in the order of the experts here."""
+    own = experts._routed
+
+    def unarranged(*given: Any) -> Any:
+        order, arranged, counts = own(*given)
+        return order, torch.arange(len(arranged), dtype=torch.int32), counts
+
+    put(experts, "_routed", unarranged)
+
+
+def rows_weigh_the_same() -> None:
+    own = experts._sent_out
+    put(
+        experts,
+        "_sent_out",
+        lambda tokens, *how: own(tokens, *how) if tokens.shape[1] > 1 else own(tokens, *how).mean().expand(len(how[1]), 1).clone(),
+    )
+
+
+def half_the_gradient_for_weights_of_rows() -> None:
+    own = experts._sent_out
+    put(experts, "_sent_out", lambda tokens, *how: own(tokens if tokens.shape[1] > 1 else (tokens + tokens.detach()) / 2, *how))
+
+
+def norm_skips_the_expert_view() -> None:
+    own = step.split
+    put(step, "split", lambda t, role, layout: own(t, role, replace(layout, mesh=replace(layout.mesh, ep=1))))
+
+
+def partial_sums_but_of(part: str) -> Callable[[], None]:
+    def breaks() -> None:
+        own = partial.tensor_partial
+        put(partial, "tensor_partial", lambda t, layout: () if part in t.name else own(t, layout))
+
+    return breaks
+
+
+def tokens_choose_among_all_groups() -> None:
+    own = router._chosen
+    put(router, "_chosen", lambda scores, bias, rule: own(scores, bias, replace(rule, groups=1)))
+
+
 CONTEXT = Mesh(cp=2)
+PARTED = Mesh(dp_shard=2, ep=2)
 MUTATIONS = {
     "no partial gradients are summed": Mutation(no_partial_sums, "gradient"),
     "those of norms of a stream that is cut are not": Mutation(partial_sums_but_over(("tp",)), "gradient", "llama", sequence=True),
@@ -232,6 +276,16 @@ MUTATIONS = {
     "and sums its own losses": Mutation(loss_of_its_own_tokens, "loss", mesh=CONTEXT),
     "and keeps its own gradients": Mutation(no_copies_over_context, "gradient", mesh=CONTEXT),
     "and its own part of the norm": Mutation(norm_of_its_own_shares, "norm", mesh=CONTEXT, shard="parameters"),
+    "rows meet experts in the order of ranks": Mutation(rows_as_they_come, "gradient", "mixtral", mesh=PARTED, shard="parameters"),
+    "all rows weigh the same": Mutation(rows_weigh_the_same, "gradient", "mixtral", mesh=PARTED, shard="parameters"),
+    "weights of rows have half their gradient": Mutation(
+        half_the_gradient_for_weights_of_rows, "gradient", "mixtral", mesh=PARTED, shard="parameters"
+    ),
+    "the norm skips the expert view": Mutation(norm_skips_the_expert_view, "norm", "mixtral", True, Mesh(tp=2, ep=2), "parameters"),
+    "gradients of routers stay where the stream is cut": Mutation(partial_sums_but_of(".gate."), "gradient", "qwen3-moe", sequence=True),
+    "those of latents stay with the heads": Mutation(partial_sums_but_of("_a_proj"), "gradient", "deepseek-v3", sequence=True),
+    "and those of their norms": Mutation(partial_sums_but_of("_a_layernorm"), "gradient", "deepseek-v3", sequence=True),
+    "groups of experts are not looked at": Mutation(tokens_choose_among_all_groups, "gradient", "deepseek-v2", mesh=PARTED, shard="parameters"),
 }
 
 

@@ -44,6 +44,9 @@ from tests.proof.toys import TOYS, ZERO, reduced
 
 # Two layers, and where tensors are fused as many key heads as there may be ranks: those of a fused tensor are not shared.
 OWN_TOYS = {"llama": TOYS["llama"] | {"num_hidden_layers": 2}, "phi3": TOYS["phi3"] | {"num_hidden_layers": 2, "num_key_value_heads": 4}}
+# Of a dense layer and a sparse one, with a buffer among its tensors; its experts are parted on layouts of their own.
+OWN_TOYS |= {"deepseek-v3": TOYS["deepseek-v3"] | {"num_hidden_layers": 2}}
+SPARSE = ("deepseek-v3",)
 
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "one": (Layout(), {}),
@@ -61,6 +64,25 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "full 2 x cp 2": (Layout(Mesh(dp_shard=2, cp=2), "parameters"), {}),
     "cp 2 x tp 2": (Layout(Mesh(cp=2, tp=2), sequence_parallel=True), {}),
 }
+PARTED: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "ep 2": (Layout(Mesh(dp_shard=2, ep=2), "parameters"), {}),
+    "ep 2 of 4": (Layout(Mesh(dp_shard=4, ep=2), "gradients"), ZERO["zero2"]),
+    "ep 4": (Layout(Mesh(dp_shard=4, ep=4), "optimizer"), ZERO["zero1"]),
+    "hybrid 2 x 2, ep 2": (Layout(Mesh(dp_replicate=2, dp_shard=2, ep=2), "parameters"), {}),
+    "full 2 x tp 2, ep 2": (Layout(Mesh(dp_shard=2, tp=2, ep=2), "parameters", sequence_parallel=True), {"reduce": "each"}),
+    "cp 2 x tp 2, ep 4": (Layout(Mesh(cp=2, tp=2, ep=4), "parameters", sequence_parallel=True), {}),
+}
+WHOLE_EXPERTS = ("one", "full 4", "full 2 x tp 2", "cp 2")
+
+
+def layouts_of(toy: str) -> list[str]:
+    return [*WHOLE_EXPERTS, *PARTED] if toy in SPARSE else list(LAYOUTS)
+
+
+def laid_out(name: str) -> tuple[Layout, dict[str, Any]]:
+    return (LAYOUTS | PARTED)[name]
+
+
 GLOBAL_BATCH, MICRO_BATCH, SEED, BEFORE = 8, 2, 5, 2
 DIGEST = "made up"
 EXACT = 1e-6
@@ -87,7 +109,9 @@ def model_of(toy: str) -> ModelSpec:
 
 def plan_of(toy: str, name: str, precision: str) -> Plan:
     """A plan of the toy, with the layout of that name in place of what the planner chose."""
-    layout, policy = LAYOUTS[name]
+    layout, policy = laid_out(name)
+    if toy in SPARSE:
+        policy = policy | {"balance": "bias", "balance_by": 0.01}
     accumulated = GLOBAL_BATCH // (MICRO_BATCH * layout.mesh.degree("dp_replicate", "dp_shard"))
     job = Job.model_validate(
         {
@@ -192,7 +216,7 @@ def loaded(folders: dict[str, Path], toy: str, name: str, precision: str) -> dic
         (checkpoint,) = published(folder)
         said: list[str] = []
         found = answers[wrote] = Found(counters=restore(checkpoint, trainee, plan, DIGEST, said.append))
-        same = taken_up(trainee.world, LAYOUTS[wrote][0].mesh)
+        same = taken_up(trainee.world, laid_out(wrote)[0].mesh)
         found.chance = same == (not said) if trainee.world.is_first else not said
         gathered(trainee, found)
         batches = batches_of(plan, trainee.world, trainee.model.vocab)
@@ -202,9 +226,10 @@ def loaded(folders: dict[str, Path], toy: str, name: str, precision: str) -> dic
 
 
 def taken_up(world: World, mesh: Mesh) -> bool:
-    """Whether this rank's random state is to be the saved one, since as many read rows, share them and cut tensors; it is that, or a new seed's."""
+    """Whether this rank's random state is to be the saved one, since as many read rows, share them, cut tensors and part experts; it is that, or a
+    new seed's."""
     state = random_state(world)[f"rng.{world.rank}"]
-    same = all(mesh.degree(*axes) == world.layout.mesh.degree(*axes) for axes in (("dp_replicate", "dp_shard"), ("cp",), ("tp",)))
+    same = all(mesh.degree(*axes) == world.layout.mesh.degree(*axes) for axes in (("dp_replicate", "dp_shard"), ("cp",), ("tp",), ("ep",)))
     seed_anew(*((1, 2) if same else (SEED, BEFORE)), world.rank)
     assert torch.equal(state, torch.get_rng_state())
     return same
@@ -217,18 +242,22 @@ def spoil(trainee: Trainee) -> None:
             (tensor.local if isinstance(tensor, Held) else tensor).detach().fill_(9.0)
 
 
-CASES = [(toy, precision, name) for toy, precision in (("llama", "fp32"), ("phi3", "fp32"), ("llama", "bf16-pure")) for name in LAYOUTS]
+KINDS = (("llama", "fp32"), ("phi3", "fp32"), ("llama", "bf16-pure"), ("deepseek-v3", "fp32"))
+CASES = [(toy, precision, name) for toy, precision in KINDS for name in layouts_of(toy)]
 FEW = ("one", "zero1 4", "full 2", "full 2 x tp 2", "cp 2 x tp 2")
 
 
 def kept(case: tuple[str, str, str]) -> bool:
-    """Every layout loads for one family; of the other two what cuts over tensor ranks and what cuts over context ranks, from a few."""
+    """Every layout loads for one family, and each that parts experts for one that has them; of the other two what cuts over tensor ranks and what
+    cuts over context ranks, from a few."""
     toy, precision, name = case
+    if toy in SPARSE:
+        return name in ("one", "full 4", *PARTED)
     return (toy, precision) == ("llama", "fp32") or name in ("full 2 x tp 2", "full 2 x cp 2")
 
 
 def ranks_of(name: str) -> int:
-    return LAYOUTS[name][0].mesh.num_ranks
+    return laid_out(name)[0].mesh.num_ranks
 
 
 @pytest.fixture(scope="module")
@@ -238,9 +267,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtur
 
     def of(toy: str, precision: str) -> tuple[Found, dict[str, Path], dict[str, Found]]:
         if (toy, precision) not in made:
-            every = (toy, precision) == ("llama", "fp32") or request.config.getoption("whole")
+            every = toy in SPARSE or (toy, precision) == ("llama", "fp32") or request.config.getoption("whole")
             folder = tmp_path_factory.mktemp("saved")
-            folders = {name: folder / str(number) for number, name in enumerate(LAYOUTS if every else FEW)}
+            folders = {name: folder / str(number) for number, name in enumerate(layouts_of(toy) if every else FEW)}
             states: dict[str, Found] = {}
             for num_ranks in (1, 2, 4):
                 these = {name: path for name, path in folders.items() if ranks_of(name) == num_ranks}
@@ -261,7 +290,7 @@ def test_a_layout_loads_what_every_layout_saved(case: tuple[str, str, str], chec
         assert not before.torn
         assert not found.torn
         assert all(rank[wrote].chance for rank in ranks)
-        assert len(before.digests) == sum(1 + 3 * tensor.trained for tensor in model_of(toy).parameters) + fused(toy)
+        assert len(before.digests) == sum(1 + 3 * tensor.trained for tensor in model_of(toy).parameters) + fused(toy) + len(model_of(toy).buffers)
         assert found.digests == before.digests
         assert before.counters == Counters(BEFORE, BEFORE * GLOBAL_BATCH, before.counters.trained_tokens, before.counters.total_tokens)
         assert found.counters == reference.counters

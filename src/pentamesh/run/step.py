@@ -132,9 +132,9 @@ def grad_norm(trainee: Trainee) -> float:
     axes, mesh = norm_axes(model, world.layout), world.layout.mesh
     num_ranks = mesh.degree(*(set(axes) - {"pp"}))
 
-    def holders(tensor: TensorSpec) -> int:
+    def holders(tensor: TensorSpec) -> float:
         cut = split(tensor, Role.STATE, world.layout).axes
-        return num_ranks // mesh.degree(*cut) * (shared_by(tensor, world.layout) if "tp" in cut else 1)
+        return num_ranks / mesh.degree(*cut) * (shared_by(tensor, world.layout) if "tp" in cut else 1)
 
     weights = {t.name: 1.0 / holders(t) for t in model.parameters if t.trained}
     grads = {name: local(p.grad) for name, p in parameters.items() if p.grad is not None}
