@@ -26,8 +26,8 @@ TOYS: dict[str, dict[str, Any]] = {
     "glm": SMALL | {"model_type": "glm"},
     "granite": SMALL | {"model_type": "granite"},
     "phi": SMALL | {"model_type": "phi", "head_dim": 12, "num_key_value_heads": 4},
-    "mixtral": EXPERTS | {"model_type": "mixtral", "num_local_experts": 4},
-    "qwen3_moe": EXPERTS | {"model_type": "qwen3_moe", "num_experts": 4},
-    "gpt_oss": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 8, "layer_types": TYPES},
+    "minimax_m2": EXPERTS | {"model_type": "minimax_m2", "num_local_experts": 4},
+    "qwen2_moe": EXPERTS | {"model_type": "qwen2_moe", "num_experts": 4, "shared_expert_intermediate_size": 20},
+    "bloom": {"model_type": "bloom", "vocab_size": 61, "hidden_size": 48, "n_layer": 3, "n_head": 4},
     "gpt_bigcode": {"model_type": "gpt_bigcode", "vocab_size": 61, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64},
 }
