@@ -13,7 +13,7 @@ from pentamesh.errors import InputError
 from pentamesh.job.job import Model
 from pentamesh.job.precision import PRECISIONS
 from pentamesh.job.read import read_job
-from pentamesh.model.config import ACTIVATIONS, ROPE_TYPES
+from pentamesh.model.faults import ACTIVATIONS, ROPE_TYPES
 from pentamesh.model.read import resolved
 from pentamesh.run.asked import located
 from pentamesh.run.data.chat import encode_chat

@@ -13,7 +13,7 @@ from pentamesh.model.families import FAMILIES, experts, gpt2, latent
 from pentamesh.model.families.experts import SPARSE
 from pentamesh.model.families.llama import LATENT
 
-__all__ = ["check"]
+__all__ = ["ACTIVATIONS", "ROPE_TYPES", "check"]
 
 # The deepest published decoder has 126 layers; each costs a dozen tensors here, so that a slip of the keyboard should not exhaust memory.
 MAX_LAYERS = 10_000
@@ -55,14 +55,16 @@ REALS = (
 )
 # Keys that a null does not stand for the default of.
 _GEMMA = {"num_key_value_heads", "head_dim", "tie_word_embeddings"}
-_DEEPSEEK = {"attention_bias", "first_k_dense_replace", "n_shared_experts", "routed_scaling_factor"}
+_SPARSE = {"num_key_value_heads", "head_dim", "tie_word_embeddings", "hidden_act"}
+_DEEPSEEK = {"tie_word_embeddings", "hidden_act", "attention_bias", "first_k_dense_replace", "n_shared_experts", "routed_scaling_factor"}
 NEVER_NULL = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "glm4": {"num_key_value_heads", "head_dim", "attention_bias"},
-    "qwen3_moe": {"num_key_value_heads", "head_dim", "attention_bias", "norm_topk_prob", "decoder_sparse_step"},
-    "gpt_oss": {"attention_bias", "sliding_window"},
-    "deepseek_v2": _DEEPSEEK,
+    "mixtral": _SPARSE - {"head_dim"},
+    "qwen3_moe": _SPARSE | {"attention_bias", "norm_topk_prob", "decoder_sparse_step", "use_sliding_window"},
+    "gpt_oss": _SPARSE | {"attention_bias", "sliding_window", "swiglu_alpha", "swiglu_limit"},
+    "deepseek_v2": _DEEPSEEK | {"mlp_bias"},
     "deepseek_v3": _DEEPSEEK,
 }
 LAYER_TYPES = ("full_attention", "sliding_attention")

@@ -180,20 +180,30 @@ def keeps_from_training(config: Config) -> str:
 
 def faults(config: Config) -> Iterator[tuple[str, str, str]]:
     """What is wrong with experts whose sizes are whole numbers: key, what, hint."""
-    sparse, mend = SPARSE[config["model_type"]], "fetch the config.json again"
-    count, met = config[sparse.count], config["num_experts_per_tok"]
+    sparse, count, met = SPARSE[config["model_type"]], config[SPARSE[config["model_type"]].count], config["num_experts_per_tok"]
     if met > count:
         yield "num_experts_per_tok", f"num_experts_per_tok = {met} is more than {sparse.count} = {count}", "a token meets each expert once at most"
-    for key, least in (("decoder_sparse_step", 1), ("first_k_dense_replace", 0), ("num_nextn_predict_layers", 0)):
-        if not _is_whole(value := config.get(key, least), least):
-            yield key, f"{key} = {value!r} is not a whole number from {least}", mend
-    listed = config.get("mlp_only_layers") or []
-    if not isinstance(listed, list) or not all(_is_whole(layer, 0) for layer in listed):
-        yield "mlp_only_layers", f"mlp_only_layers = {repr(listed)[:60]} is not a list of numbers of layers", mend
+    yield from _faults_of_layers(config)
+    if not isinstance(noise := config.get("router_jitter_noise", 0.0), float) or not 0 <= noise < 1:
+        yield "router_jitter_noise", f"router_jitter_noise = {noise!r} is no share of what a router sees", "a share lies between 0.0 and 1.0"
     if (method := config.get("topk_method", "greedy")) not in ("greedy", "group_limited_greedy") and config["model_type"] == "deepseek_v2":
         yield "topk_method", f"topk_method = {method!r} is not one that is known", "known are greedy, group_limited_greedy"
     elif _grouped(config, sparse):
         yield from _faults_of_groups(config, count, met, least=2 if sparse.group_by == "best two" else 1)
+
+
+def _faults_of_layers(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Of the keys that say which layers have experts, and what files have beyond them."""
+    layers, mend = config["num_hidden_layers"], "fetch the config.json again"
+    for key, least in (("decoder_sparse_step", 1), ("first_k_dense_replace", 0), ("num_nextn_predict_layers", 0)):
+        value = config.get(key, least)
+        if not _is_whole(value, least):
+            yield key, f"{key} = {value!r} is not a whole number from {least}", mend
+        elif key == "num_nextn_predict_layers" and value > layers:
+            yield key, f"{key} = {value} is more than num_hidden_layers = {layers}", mend
+    listed = [] if config.get("mlp_only_layers") is None else config["mlp_only_layers"]
+    if not isinstance(listed, list) or not all(_is_whole(layer, 0) for layer in listed):
+        yield "mlp_only_layers", f"mlp_only_layers = {repr(listed)[:60]} is not a list of numbers of layers", mend
 
 
 def _faults_of_groups(config: Config, count: int, met: int, least: int) -> Iterator[tuple[str, str, str]]:
