@@ -115,12 +115,10 @@ def _of_rows(name: str, shapes: Shapes, experts: Experts, width: int, itemsize: 
 
 
 def experts_at_work(shapes: Shapes, experts: Experts, size: int) -> tuple[Saved, ...]:
-    """What the backward of experts has at its fullest, beside what was kept: of every row the gradient of its result, those of gate and up and of
-    their product with the product itself, and the one that is sent home, as it lies and as it is sent."""
-    wide = max(FLOAT32, size)
+    """What the backward of experts has at its fullest, beside what was kept: of every row the gradient of its result, the product of gate and up, its
+    gradient and that by the row's share, and the gradients of gate and up with two products from which they come."""
     return (
         _of_rows("gradients of results", shapes, experts, shapes.model.hidden, size),
-        _of_rows("product and its gradient", shapes, experts, 2 * experts.ffn, size),
-        _of_rows("product in full width", shapes, experts, experts.ffn, wide),
-        _of_rows("gradients of gate and up", shapes, experts, 2 * experts.ffn, size),
+        _of_rows("product and its gradients", shapes, experts, 3 * experts.ffn, size),
+        _of_rows("gradients of gate and up", shapes, experts, 4 * experts.ffn, size),
     )

@@ -34,7 +34,7 @@ def changes_that_fit(job: Job, model: ModelSpec, hardware: Hardware, found: Sequ
     smallest = min(found, key=lambda p: p.memory.peak_bytes.high)
     framework = smallest.memory.parts_bytes["framework"]
     states_fit = min(p.memory.states_bytes for p in found) + framework < hardware.device.usable_bytes
-    tries: list[Iterator[str]] = [_layout(job, asked), _precision(job, asked), _method(job, asked)]
+    tries: list[Iterator[str]] = [_layout(job, asked), _expert(job, asked), _precision(job, asked), _method(job, asked)]
     if states_fit:
         tries.append(_length(job, asked))
     if hardware.device.kind == "cuda":
@@ -152,7 +152,6 @@ def _length(job: Job, asked: _Asked) -> Iterator[str]:
         sentence = "layout.activation_offload: true (inputs of recomputed blocks wait in host memory)"
         yield from asked.tried(job.model_copy(update={"layout": layout}), sentence)
     yield from _context(job, asked)
-    yield from _expert(job, asked)
     if job.batch.micro_batch > 1:
         batch = job.batch.model_copy(update={"micro_batch": 1})
         yield from asked.tried(job.model_copy(update={"batch": batch}), "micro_batch = 1, with more accumulation")
@@ -173,7 +172,7 @@ def _context(job: Job, asked: _Asked) -> Iterator[str]:
 
 
 def _expert(job: Job, asked: _Asked) -> Iterator[str]:
-    """Fewer experts gathered at a time, where the job holds them together."""
+    """Fewer experts on each GPU, where the job says of how many."""
     experts, given = asked.model.experts, job.layout.expert
     if experts is None or given is None:
         return
