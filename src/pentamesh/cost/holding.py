@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import Layout
-from pentamesh.layout.rules import SHARDED_KINDS, on_expert_view
+from pentamesh.layout.rules import SHARDED_KINDS
 from pentamesh.layout.split import split
 from pentamesh.layout.stages import stage_layers, stage_root
 from pentamesh.model.dims import Dim, TensorSpec
@@ -98,10 +98,6 @@ class Holding:
         """Elements of the largest block."""
         return max((_unit_numel(u, role, self.layout, trained) for u in self._blocks(trained)), default=0)
 
-    def unit_numel(self, role: Role, *, trained: bool = False) -> int:
-        """Elements of the most that is gathered as one: the largest block, or of one whose experts are parted these, or the rest, if that is more."""
-        return max((_gathered_numel(u, role, self.layout, trained) for u in self._blocks(trained)), default=0)
-
     def blocks_numel(self, role: Role, stage: int, *, trained: bool = False) -> int:
         """Elements of the blocks of one pipeline stage."""
         return _blocks_numel(self, role, stage, trained)
@@ -164,13 +160,6 @@ def _stage_units(model: ModelSpec, num_stages: int, stage: int) -> Counter[str]:
     blocks = [unit for unit in dict.fromkeys(t.unit for t in model.tensors) if unit]
     bounds = list(itertools.accumulate(stage_layers(len(blocks), num_stages), initial=0))
     return Counter(model.first_alike[model.units[unit][0].name].unit for unit in blocks[bounds[stage] : bounds[stage + 1]])
-
-
-@lru_cache(maxsize=4096)
-def _gathered_numel(unit: Unit, role: Role, layout: Layout, trained: bool) -> int:
-    """Of a block's tensors those of experts that are parted are gathered apart from the others."""
-    parts = (tuple(t for t in unit.tensors if on_expert_view(t, layout) is apart) for apart in (False, True))
-    return max(_local_numel(part, *_alike(role, layout), trained) for part in parts)
 
 
 @lru_cache(maxsize=4096)

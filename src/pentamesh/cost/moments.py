@@ -79,12 +79,10 @@ class Rank:
     # Sizes
 
     def _parameters(self, which: str, itemsize: float) -> int:
-        """Bytes of the used (gathered, unreduced) parameters of the `root`, one `block`, the largest `unit` that is gathered, or all `blocks` of the
-        stage."""
+        """Bytes of the used (gathered, unreduced) parameters of the `root`, one `block`, or all `blocks` of the stage."""
         numel = {
             "root": lambda: self.held.root_numel(Role.USE, self.stage),
             "block": lambda: self.held.block_numel(Role.USE),
-            "unit": lambda: self.held.unit_numel(Role.USE),
             "blocks": lambda: self.held.blocks_numel(Role.USE, self.stage),
         }[which]()
         return round(numel * itemsize)
@@ -94,7 +92,6 @@ class Rank:
         numel = {
             "root": lambda: self.held.root_numel(Role.USE, self.stage, trained=True),
             "block": lambda: self.held.block_numel(Role.USE, trained=True),
-            "unit": lambda: self.held.unit_numel(Role.USE, trained=True),
             "blocks": lambda: self.held.blocks_numel(Role.USE, self.stage, trained=True),
         }[which]()
         return numel * itemsize
@@ -175,7 +172,7 @@ class Rank:
         if not self._layout.cuts_state:
             casts = self._trained("block", self._compute) if self.precision.compute != self.precision.weight else 0
             return casts + (self._head() if self.held.model.tied or not self._stand else 0)
-        return self._trained("unit", self._compute + self._reduce) + self._head()
+        return self._trained("block", self._compute + self._reduce) + self._head()
 
     def _head(self) -> int:
         """The gradient of the head while blocks go back, which a tied embedding shares."""
@@ -190,9 +187,7 @@ class Rank:
         if not self._layout.cuts_state:
             return self._casts(layers)
         if self._layout.cuts_weights and self.policy.reshard:
-            # A block, and what is gathered next.
-            beside = self._base_block() if self.held.is_adapted else self._parameters("unit", self._compute)
-            return self._parameters("root", self._compute) + self._base_block() + beside
+            return self._parameters("root", self._compute) + 2 * self._base_block()
         below = self.held.stage_num_layers(self.stage) - self._layers
         return self._parameters("root", self._compute) + self._used_blocks(below + layers)
 
