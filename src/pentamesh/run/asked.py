@@ -121,8 +121,8 @@ def _model(asked: Asked) -> ModelSpec:
 
 def _check_runnable(plan: Plan, model: ModelSpec, where: str) -> None:
     """Raises InputError for a layout that is planned but not trained yet."""
-    if plan.layout.mesh.degree("pp", "ep") > 1:
-        hint = "data, tensor and context are: make the other degrees 1"
+    if plan.layout.mesh.pp > 1:
+        hint = "all other axes are: use pipeline = 1"
         raise InputError(f"{plan.layout.mesh} is planned but not trained yet", where=where, hint=hint)
     if model.steady is not None and plan.job.batch.seq_len > model.steady:
         what = f"beyond {model.steady:,} tokens the rotary frequencies of {model.name} follow the longest sequence of a micro-batch: not trained yet"
