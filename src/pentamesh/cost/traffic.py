@@ -22,7 +22,7 @@ from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.mesh import Layout
 from pentamesh.layout.moves import Move
 from pentamesh.layout.policy import Policy
-from pentamesh.layout.rhythm import LedgerRow, activations, ledger, parameters, routed, sums
+from pentamesh.layout.rhythm import LedgerRow, activations, evened, ledger, parameters, routed, sums
 from pentamesh.layout.stages import on_stage
 from pentamesh.model.spec import ModelSpec
 
@@ -116,6 +116,7 @@ def _others(model: ModelSpec, layout: Layout, policy: Policy, precision: Precisi
     within = ledger(activations(on_stage(model, pp, 0), _one_stage(layout), policy, precision, seq_len))
     between = activations(model, layout, policy, precision, seq_len) if pp > 1 else ()
     within += ledger(routed(on_stage(model, pp, 0), _one_stage(layout), policy, precision, seq_len))
+    within += ledger(evened(on_stage(model, pp, 0), _one_stage(layout), policy))
     return within + ledger(crossing for crossing in between if "pp" in crossing.move.axes) + ledger(sums(model, layout, precision))
 
 
