@@ -20,12 +20,14 @@ from pentamesh.job.hardware import Hardware, read_hardware, started_hardware
 from pentamesh.job.job import Job
 from pentamesh.job.read import job_from_flags
 from pentamesh.job.started import started
+from pentamesh.model.config import canonical
 from pentamesh.model.families import describe
 from pentamesh.model.faults import check
 from pentamesh.model.spec import ModelSpec
 from pentamesh.translate.flags import Setting, given_value, settings
-from pentamesh.translate.megatron_model import architecture, count, number
+from pentamesh.translate.megatron_model import architecture
 from pentamesh.translate.megatron_words import ADAM, CONTEXT, DEFAULTS, FLAGS, ON_GPU, REFUSED, parser_of
+from pentamesh.translate.reader import count, number
 
 __all__ = ["Pretraining", "read_flags"]
 
@@ -148,6 +150,7 @@ def _board(given: argparse.Namespace) -> Iterator[Setting]:
 
 def _model(given: argparse.Namespace, seq_length: int, tensor: int) -> ModelSpec:
     config, notes = architecture(given, seq_length, tensor)
+    config = canonical(config)
     check(config, "the model of these flags:")
     found = describe(config, _name(given))
     assert found is not None, config["model_type"]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import math
-from dataclasses import dataclass, field
 from typing import Any
 
 from pentamesh.errors import InputError, Problem
+from pentamesh.translate import megatron_experts
 from pentamesh.translate.flags import given_value
+from pentamesh.translate.reader import Reader
 
-__all__ = ["COUNTS", "NUMBERS", "SWITCHES", "WORDS", "architecture", "count", "number"]
+__all__ = ["COUNTS", "NUMBERS", "SWITCHES", "WORDS", "architecture"]
 
-COUNTS = {
+COUNTS = megatron_experts.COUNTS | {
     "--num-layers": "blocks",
     "--hidden-size": "width of the residual stream",
     "--num-attention-heads": "query heads",
@@ -23,72 +23,26 @@ COUNTS = {
     "--vocab-size": "tokens before padding; GPT-2's 50,257",
     "--make-vocab-size-divisible-by": "the padded vocabulary is a multiple of this times the tensor degree; 128",
 }
-NUMBERS = {
+NUMBERS = megatron_experts.NUMBERS | {
     "--hidden-dropout": "share of what sublayers leave that is dropped",
     "--attention-dropout": "share of attention weights that is dropped",
     "--init-method-std": "spread of initial weights; 0.02",
     "--norm-epsilon": "added to the variance in norms; 1e-5",
     "--rotary-base": "base of rotary positions; 10000",
 }
-SWITCHES = {
+SWITCHES = megatron_experts.SWITCHES | {
     "--swiglu": "an MLP with a gate",
     "--disable-bias-linear": "projections without biases",
     "--add-qkv-bias": "biases of queries, keys and values even so",
+    "--qk-layernorm": "norms of each query and key head",
     "--group-query-attention": "fewer key heads than query heads",
     "--untie-embeddings-and-output-weights": "a head of its own",
 }
-WORDS = {"--normalization": ("LayerNorm", "RMSNorm"), "--position-embedding-type": ("learned_absolute", "rope")}
+WORDS = megatron_experts.WORDS | {"--normalization": ("LayerNorm", "RMSNorm"), "--position-embedding-type": ("learned_absolute", "rope")}
 
 GPT2_VOCABULARY = 50257
 # What Megatron-LM drops where nothing is said.
 DROPOUT = 0.1
-
-
-@dataclass
-class _Reader:
-    """Reads flags of a model and gathers what is wrong with them, and what should be said of them."""
-
-    given: argparse.Namespace
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def has(self, flag: str) -> bool:
-        return bool(given_value(self.given, flag))
-
-    def count(self, flag: str, default: int = 0) -> int:
-        return count(self.given, flag, self.problems) or default
-
-    def number(self, flag: str, default: float) -> float:
-        found = number(self.given, flag, self.problems)
-        return default if found is None else found
-
-    def word(self, flag: str) -> str:
-        text, known = given_value(self.given, flag), WORDS[flag]
-        if text is not None and text not in known:
-            self.problems.append(Problem(f"{flag} {text} is of no architecture that is described here", flag, f"use {' or '.join(known)}"))
-        return text or known[0]
-
-
-def count(given: argparse.Namespace, flag: str, problems: list[Problem]) -> int | None:
-    """The whole number behind a flag; None where there is none, with a problem where there is something else."""
-    text = given_value(given, flag)
-    if text is not None and not (text.isdecimal() and int(text) > 0):
-        problems.append(Problem(f"{flag} {text} is not a whole number of at least 1", flag, "write it in digits"))
-        return None
-    return int(text) if text else None
-
-
-def number(given: argparse.Namespace, flag: str, problems: list[Problem]) -> float | None:
-    """The number of at least 0 behind a flag; None where there is none, with a problem where there is something else."""
-    text = given_value(given, flag)
-    try:
-        found = None if text is None else float(text)
-    except ValueError:
-        found = math.nan
-    if found is not None and not 0 <= found < math.inf:
-        problems.append(Problem(f"{flag} {text} is not a number of at least 0", flag, "write it like 0.1 or 1e-5"))
-        return None
-    return found
 
 
 def architecture(given: argparse.Namespace, seq_length: int, tensor: int) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -96,7 +50,7 @@ def architecture(given: argparse.Namespace, seq_length: int, tensor: int) -> tup
 
     Raises InputError with every problem: sizes that are missing, and mixtures that transformers has no architecture for.
     """
-    read = _Reader(given)
+    read = Reader(given)
     for flag in ("--num-layers", "--hidden-size", "--num-attention-heads"):
         if given_value(given, flag) is None:
             read.problems.append(Problem(f"{flag} is missing", flag, "Megatron-LM needs it too"))
@@ -108,12 +62,15 @@ def architecture(given: argparse.Namespace, seq_length: int, tensor: int) -> tup
     return config, tuple(read.notes)
 
 
-def _is_llama(read: _Reader) -> bool:
+LLAMA_MARKS = ("--swiglu", "--normalization RMSNorm", "--position-embedding-type rope", "--disable-bias-linear")
+
+
+def _is_llama(read: Reader) -> bool:
     """Whether flags spell Llama's architecture, of which all four marks are needed; with none of them it is GPT-2's."""
     marks = {
         "--swiglu": read.has("--swiglu"),
-        "--normalization RMSNorm": read.word("--normalization") == "RMSNorm",
-        "--position-embedding-type rope": read.word("--position-embedding-type") == "rope",
+        "--normalization RMSNorm": read.word("--normalization", WORDS["--normalization"]) == "RMSNorm",
+        "--position-embedding-type rope": read.word("--position-embedding-type", WORDS["--position-embedding-type"]) == "rope",
         "--disable-bias-linear": read.has("--disable-bias-linear"),
     }
     here, absent = ([mark for mark, given in marks.items() if given is wanted] for wanted in (True, False))
@@ -123,8 +80,11 @@ def _is_llama(read: _Reader) -> bool:
     return not absent
 
 
-def _gpt2(read: _Reader, positions: int) -> dict[str, Any]:
+def _gpt2(read: Reader, positions: int) -> dict[str, Any]:
     hidden, heads = read.count("--hidden-size", 1), read.count("--num-attention-heads", 1)
+    for flag in ("--num-experts", "--qk-layernorm", "--multi-latent-attention"):
+        if given_value(read.given, flag):
+            read.problems.append(Problem(f"GPT-2's architecture knows no {flag}", flag, "spell Llama's architecture: " + " ".join(LLAMA_MARKS)))
     if read.has("--group-query-attention"):
         what = "GPT-2's architecture has as many key heads as query heads"
         read.problems.append(Problem(what, "--group-query-attention", "leave it out, or spell Llama's architecture"))
@@ -150,7 +110,7 @@ def _gpt2(read: _Reader, positions: int) -> dict[str, Any]:
     }
 
 
-def _llama(read: _Reader, positions: int) -> dict[str, Any]:
+def _llama(read: Reader, positions: int) -> dict[str, Any]:
     hidden, heads = read.count("--hidden-size", 1), read.count("--num-attention-heads", 1)
     if read.number("--hidden-dropout", 0.0):
         read.problems.append(Problem("Llama's architecture drops nothing of the stream", "--hidden-dropout", "use --hidden-dropout 0"))
@@ -159,8 +119,8 @@ def _llama(read: _Reader, positions: int) -> dict[str, Any]:
     grouped = read.has("--group-query-attention")
     if not grouped and given_value(read.given, "--num-query-groups") is not None:
         read.problems.append(Problem("--num-query-groups without --group-query-attention", "--num-query-groups", "add it"))
-    return {
-        "model_type": "qwen2" if read.has("--add-qkv-bias") else "llama",
+    found = {
+        "model_type": _of_attention(read),
         "hidden_size": hidden,
         "num_hidden_layers": read.count("--num-layers"),
         "num_attention_heads": heads,
@@ -173,16 +133,26 @@ def _llama(read: _Reader, positions: int) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": read.number("--rotary-base", 10000.0)},
         "attention_dropout": read.number("--attention-dropout", 0.0),
     }
+    return megatron_experts.with_experts(read, found)
 
 
-def _positions(read: _Reader, seq_length: int) -> int:
+def _of_attention(read: Reader) -> str:
+    """Which of Llama's relatives has such queries and keys."""
+    biased, normed = read.has("--add-qkv-bias"), read.has("--qk-layernorm")
+    if biased and normed:
+        what = "no architecture that is described here has both biases and norms of queries and keys"
+        read.problems.append(Problem(what, "--qk-layernorm", "leave it or --add-qkv-bias out"))
+    return "qwen2" if biased else "qwen3" if normed else "llama"
+
+
+def _positions(read: Reader, seq_length: int) -> int:
     found = read.count("--max-position-embeddings")
     if not found:
         read.notes.append(f"positions end with the sequence, at {seq_length:,}: Megatron-LM asks for --max-position-embeddings")
     return found or seq_length
 
 
-def _vocabulary(read: _Reader, tensor: int) -> int:
+def _vocabulary(read: Reader, tensor: int) -> int:
     """The padded vocabulary. Source: Megatron-LM, `_vocab_size_with_padding`."""
     tokens, unit = read.count("--vocab-size", GPT2_VOCABULARY), read.count("--make-vocab-size-divisible-by", 128) * tensor
     padded = -(-tokens // unit) * unit

@@ -67,7 +67,6 @@ REFUSED = {
     "--fp8-format": ("fp8 is not planned yet", "use --bf16"),
     "--num-layers-per-virtual-pipeline-stage": _STAGES,
     "--num-virtual-stages-per-pipeline-rank": _STAGES,
-    "--num-experts": ("an architecture with experts is not described here yet", "plan a published one: pentamesh plan mixtral-8x7b"),
     "--lr-decay-iters": ("the learning rate comes down until the last step", "leave it out, and say --train-iters"),
     "--lr-warmup-fraction": ("warm-up is counted in steps", "use --lr-warmup-iters"),
     "--tokenizer-type": _TOKENIZER,
@@ -96,6 +95,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
         parser.add_argument(name, dest=name, metavar="NAME", help=" | ".join(words))
     for name, default in ADAM.items():
         parser.add_argument(name, dest=name, metavar="X", help=f"decay of a moment; {default:g}")
+    parser.add_argument("--moe-layer-freq", dest="--moe-layer-freq", metavar="N", help="every N-th layer has experts, or which: [0]*3+[1]*58; 1")
     parser.add_argument("--cp-comm-type", dest="--cp-comm-type", metavar="NAME", help=f"{' | '.join(CONTEXT)}; chosen when not given")
     parser.add_argument("--min-lr", dest="--min-lr", metavar="X", help="learning rate at the end; 0")
     parser.add_argument("--recompute-method", dest="--recompute-method", metavar="NAME", help="uniform: every block of its own")
