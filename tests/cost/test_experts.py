@@ -198,3 +198,9 @@ def test_steps_are_near_what_was_measured(
     found = predict(Holding(read_model(model), Layout(mesh, "optimizer")), policy, BF16, batch, read_hardware(on))
     assert 2 / 3 < found.time.step_s.expected / measured_s < 3 / 2
     assert found.time.step_s.low < measured_s < found.time.step_s.high
+
+
+def test_adapters_need_no_gradient_of_experts() -> None:
+    device = read_hardware("8xH100").device
+    whole, adapted = (work(Holding(QWEN, parted(1), method), Policy(), BF16, Batch(), device) for method in ("full", "lora"))
+    assert 0.5 < adapted.forward_s / whole.forward_s < 0.9

@@ -175,14 +175,18 @@ def _blocks_s(held: Holding, precision: Precision, micro_batch: int, seq_len: in
     tokens = local_tokens(held.layout, micro_batch, seq_len) / mesh.tp
     share, layers = held.stage_num_layers(0) / model.num_layers, held.stage_num_layers(0)
     whole = flop_per_token(held, seq_len) if held.is_adapted else model.flop_per_token(seq_len)
-    experts = experts_flop_per_token(model)
-    matmul = whole - model.attention_flop_per_token(seq_len) - 6 * _head_numel(model) - experts
+    matmul = whole - model.attention_flop_per_token(seq_len) - 6 * _head_numel(model) - experts_flop_per_token(model) * _updated(held)
     peak, bytes_per_s = peak_flop_per_s(device, precision), device.memory_bytes_per_s * reach.memory
     attention_s = sum(of_layer * count for of_layer, count in _attention_s(held, micro_batch, seq_len, peak, device))
     dear_s = tokens * share * (matmul / reach.matmul / peak + attention_s) + _experts_s(held, tokens, precision, device)
     shape = (micro_batch, seq_len, precision.compute)
     meeting_s = copying_bytes(model, held.layout, *shape) * layers / bytes_per_s
     return dear_s + meeting_s, TRAFFIC_PER_SAVED_BYTE * _listed_bytes(held, activations.block, *shape) / bytes_per_s
+
+
+def _updated(held: Holding) -> float:
+    """Of the three products with an expert's matrix, the share that the method needs: under adapters it has no gradient."""
+    return FORWARD * 2 if held.is_adapted else 1.0
 
 
 def _experts_s(held: Holding, tokens: float, precision: Precision, device: Device) -> float:
@@ -194,6 +198,7 @@ def _experts_s(held: Holding, tokens: float, precision: Precision, device: Devic
     sparse = held.stage_kinds(0)[True]
     flop = tokens * experts_flop_per_token(model) * sparse / len(model.experts.layers) * imbalance(model, held.layout).expected
     traffic = 3 * ITEMSIZE[precision.compute] * held.experts_numel * sparse
+    flop, traffic = flop * _updated(held), traffic * _updated(held)
     return max(flop / reach.matmul / peak_flop_per_s(device, precision), traffic / (device.memory_bytes_per_s * reach.memory))
 
 

@@ -310,7 +310,7 @@ class Rank:
     def _without_mlp(self, sparse: bool) -> Amount:
         """What the backward of a block has computed again, but for its MLP."""
         found = self._of_block(activations.again, self.policy.recompute, sparse=sparse)
-        return found if self.policy.recompute == "selective" else found + self._of_block(_of_mlp, sparse=sparse) * -1
+        return found if self.policy.recompute == "selective" else found + self._of_block(_of_mlp, self.policy.recompute, sparse=sparse) * -1
 
     def _end_of_backward(self) -> Moment:
         """The root's gradients, complete only now, are cast and reduced as one; DDP reduces them in its buckets, where they lie."""
@@ -331,5 +331,6 @@ class Rank:
 
 
 def _of_mlp(*asked: Any, sparse: bool) -> tuple[Saved, ...]:
-    """Of what a block keeps, or has computed again, what its MLP does."""
-    return tuple(saved for saved in activations.block(*asked, sparse=sparse) if saved.name in activations.OF_MLP)
+    """Of what a block keeps, or where that is not all has computed again, what its MLP does."""
+    stays = {saved.name for saved in activations.kept(*asked, sparse=sparse)} if asked[-1] == "full" else set()
+    return tuple(saved for saved in activations.block(*asked[:-1], sparse=sparse) if saved.name in activations.OF_MLP - stays)
