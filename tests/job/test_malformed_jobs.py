@@ -298,6 +298,10 @@ ONE_ERROR = {
         "model: m\nlayout:\n  shard: none\n  replicate: 2\n",
         ("replicate = 2 with shard = none", "job.yaml:4 layout.replicate", "use shard: parameters for hybrid shard"),
     ),
+    "experts parted among copies": (
+        "model: m\nlayout:\n  shard: none\n  expert: 2\n",
+        ("expert = 2 with shard = none, where every data rank holds", "job.yaml:4 layout.expert", "use shard: optimizer, gradients or parameters"),
+    ),
     "copies that do not divide": (
         "model: m\nlayout:\n  data: 8\n  replicate: 3\nbatch:\n  global_batch: 8\n",
         ("replicate = 3 does not divide data = 8", "job.yaml:4 layout.replicate", "use replicate = 8, 4, 2 or 1"),

@@ -42,6 +42,8 @@ def test_degrees_and_layers() -> None:
     assert found.model.experts is not None
     assert found.model.experts.layers == frozenset(range(0, 48, 2))
     assert any("tensor ranks cut no expert" in note for note in found.model.notes)
+    assert found.job.layout.shard == "optimizer"
+    assert any("--use-distributed-optimizer" in note for note in found.model.notes)
     nested = read(f"{QWEN} --moe-layer-freq ([0]*2+[1,1])*12 --moe-router-pre-softmax").model
     assert nested.experts is not None
     assert nested.experts.layers == frozenset(layer for layer in range(48) if layer % 4 > 1)

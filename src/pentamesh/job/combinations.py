@@ -175,6 +175,9 @@ def _sharding(job: Job) -> Iterator[Conflict]:
     if whole and copies is not None and copies > 1:
         what = f"replicate = {copies} with shard = {layout.shard}, where every data rank holds a copy of the weights already"
         yield Conflict(("layout.replicate", "layout.shard"), what, "use shard: parameters for hybrid shard, or leave replicate out")
+    if layout.shard == "none" and (layout.expert or 1) > 1:
+        what = f"expert = {layout.expert} with shard = none, where every data rank holds a copy of all experts"
+        yield Conflict(("layout.expert", "layout.shard"), what, "use shard: optimizer, gradients or parameters, or leave expert out")
     if copies is not None and data is not None and data % copies:
         what = f"replicate = {copies} does not divide data = {data}"
         yield Conflict(("layout.replicate", "layout.data"), what, f"use replicate = {divisors(data)}")

@@ -34,6 +34,7 @@ _PARTS = {
     "optimizer": "optimizer state",
     "working": "gathered, cast or unreduced",
     "activations": "activations",
+    "experts": "rows that came to experts",
     "context": "keys of other context ranks",
     "logits": "logits and loss",
     "copy": "checkpoint on its way to disk",

@@ -65,7 +65,7 @@ def read_flags(argv: Sequence[str], description: str) -> Pretraining:
     problems += _wrong(given, hardware)
     if problems or job is None or model is None or hardware is None:
         raise InputError(*dict.fromkeys(problems))
-    said = (*model.notes, *_on_gpu(given, hardware), *_chosen(given))
+    said = (*model.notes, *_on_gpu(given, hardware), *_chosen(given), *_cut(given))
     stop_at = count(given, "--exit-interval", [])
     resume = given_value(given, "--load") is not None
     return Pretraining(job, replace(model, notes=said), hardware, resume, stop_at, given.plan, given.json)
@@ -112,10 +112,15 @@ def _settings(given: argparse.Namespace, hardware: Hardware | None) -> list[Sett
     """What flags set, and what Megatron-LM would without them."""
     said = [*settings(given, FLAGS), *_context(given), *_optimizer(given), *_board(given)]
     keys = {key for _, key, _ in said}
-    assumed = [("Megatron-LM's default", key, value) for key, value in DEFAULTS.items() if key not in keys]
+    defaults = DEFAULTS | ({"layout.shard": "optimizer"} if _parts_experts(given) else {})
+    assumed = [("Megatron-LM's default", key, value) for key, value in defaults.items() if key not in keys]
     if "batch.global_batch" not in keys and hardware:
         assumed.append(("--micro-batch-size x data ranks", "batch.global_batch", _one_micro_batch(given, hardware)))
     return [("--num-layers", "model.name", _name(given)), ("pretrain_gpt.py", "method", "pretrain"), *assumed, *said]
+
+
+def _parts_experts(given: argparse.Namespace) -> bool:
+    return (count(given, "--expert-model-parallel-size", []) or 1) > 1
 
 
 def _name(given: argparse.Namespace) -> str:
@@ -228,6 +233,13 @@ def _asked_of_gpu(given: argparse.Namespace) -> list[str]:
 
 def _on_gpu(given: argparse.Namespace, hardware: Hardware) -> list[str]:
     return [f"{flag}: {ON_GPU[flag]}" for flag in _asked_of_gpu(given)] if hardware.device.kind == "cuda" else []
+
+
+def _cut(given: argparse.Namespace) -> list[str]:
+    """What goes with parted experts here and not there."""
+    if not _parts_experts(given) or given_value(given, "--use-distributed-optimizer"):
+        return []
+    return ["the optimizer is cut over the data axis, as experts are parted; Megatron-LM does that by --use-distributed-optimizer"]
 
 
 def _chosen(given: argparse.Namespace) -> list[str]:
