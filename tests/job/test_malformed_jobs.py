@@ -326,6 +326,18 @@ ONE_ERROR = {
         "model: m\nhardware: 2xRTX-5090\ntraining: {compile: true}\nlayout: {tensor: 2, sequence_parallel: true, async_tensor_parallel: true}\n",
         ("async_tensor_parallel on RTX-5090, where no GPU reads another's memory", "job.yaml:4 layout.async_tensor_parallel", "hardware.p2p: true"),
     ),
+    "weight of a loss that nobody adds": (
+        "model: m\nexperts:\n  balance: bias\n  loss_weight: 0.01\n",
+        ("loss_weight = 0.01 with balance = bias, which adds no loss", "job.yaml:4 experts.loss_weight", "use balance: loss"),
+    ),
+    "step of a bias that nobody moves": (
+        "model: m\nexperts:\n  bias_step: 0.01\n",
+        ("bias_step = 0.01 with balance = auto, which moves no bias", "job.yaml:3 experts.bias_step", "use balance: bias"),
+    ),
+    "another trainer's word for a balance": (
+        "model: m\nexperts:\n  router_aux_loss_coef: 0.01\n",
+        ("`router_aux_loss_coef` is not a key of `experts`", "job.yaml:3 experts.router_aux_loss_coef", "here it is `experts.loss_weight`"),
+    ),
     "resharding of nothing": (
         "model: m\nlayout:\n  shard: none\n  reshard_after_forward: true\n",
         ("reshard_after_forward with shard = none", "job.yaml:4 layout.reshard_after_forward", "use shard: parameters"),

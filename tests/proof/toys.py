@@ -213,7 +213,8 @@ def agree(outcomes: list[Outcome]) -> None:
 def alone(trial: Trial) -> Outcome:
     """What one process makes of a trial's samples, in the plainest way: trials that differ in what they keep, gather and reduce share it."""
     wanted = trial.alone()
-    plain = replace(wanted, policy=Policy(wanted.policy.micro_batch, wanted.policy.grad_accum))
+    even = {"balance": wanted.policy.balance, "balance_by": wanted.policy.balance_by}
+    plain = replace(wanted, policy=Policy(wanted.policy.micro_batch, wanted.policy.grad_accum, **even))
     if (key := repr(plain)) not in _ALONE:
         _ALONE[key] = run_world(outcome, 1, plain)[0]
     return _ALONE[key]

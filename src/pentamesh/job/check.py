@@ -65,6 +65,14 @@ OTHER_WORDS = {
     "hub_private_repo": "checkpoint.private",
     "freeze_layers": "training.freeze",
     "frozen_parameters": "training.freeze",
+    "output_router_logits": "experts.balance",
+    "moe_router_load_balancing_type": "experts.balance",
+    "load_balance_type": "experts.balance",
+    "router_aux_loss_coef": "experts.loss_weight",
+    "moe_aux_loss_coeff": "experts.loss_weight",
+    "aux_loss_alpha": "experts.loss_weight",
+    "moe_router_bias_update_rate": "experts.bias_step",
+    "load_balance_coeff": "experts.bias_step",
 }
 OTHER_VALUES = {
     "full": "parameters",

@@ -38,6 +38,7 @@ def impossible(job: Job, hardware: Hardware | None) -> Iterator[Conflict]:
     yield from _sharding(job)
     yield from _offload(job)
     yield from _sequence(job)
+    yield from _balance(job)
     if hardware is not None:
         yield from _devices(job, hardware)
 
@@ -211,6 +212,16 @@ def _sequence(job: Job) -> Iterator[Conflict]:
     way: ContextWay = "ulysses" if layout.context_attention == "auto" else layout.context_attention
     if found := uneven_sequence(job.batch.seq_len, layout.context or 1, (layout.tensor or 1) if layout.sequence_parallel else 1, way):
         yield Conflict(("batch.seq_len", "layout.context", "layout.context_attention", "layout.tensor"), found.what, found.hint)
+
+
+def _balance(job: Job) -> Iterator[Conflict]:
+    asked = job.experts
+    if asked.loss_weight is not None and asked.balance in ("none", "bias"):
+        what = f"loss_weight = {asked.loss_weight:g} with balance = {asked.balance}, which adds no loss"
+        yield Conflict(("experts.loss_weight", "experts.balance"), what, "use balance: loss, or leave loss_weight out")
+    if asked.bias_step != type(asked).model_fields["bias_step"].default and asked.balance != "bias":
+        what = f"bias_step = {asked.bias_step:g} with balance = {asked.balance}, which moves no bias"
+        yield Conflict(("experts.bias_step", "experts.balance"), what, "use balance: bias, or leave bias_step out")
 
 
 def _degree(axis: str, degree: int | None) -> str:

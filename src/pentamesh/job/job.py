@@ -19,6 +19,7 @@ __all__ = [
     "Batch",
     "Checkpoint",
     "Data",
+    "ExpertsRequest",
     "Job",
     "LayoutRequest",
     "Logging",
@@ -265,6 +266,20 @@ class LayoutRequest(Section):
     )
 
 
+class ExpertsRequest(Section):
+    balance: Literal["auto", "none", "loss", "bias"] = Field(
+        default="auto",
+        description="What keeps the loads of experts even: nothing, an auxiliary loss, or a bias of each expert that moves after every step (of all "
+        "families deepseek_v3 alone has one). `auto`: loss where the model's config.json says `output_router_logits`, else none.",
+    )
+    loss_weight: Number | None = Field(
+        default=None,
+        gt=0,
+        description="What the auxiliary loss weighs; the model's `router_aux_loss_coef` when not given, and 0.001 where it has none.",
+    )
+    bias_step: Number = Field(default=0.001, gt=0, description="How far a bias moves after a step.")
+
+
 class Checkpoint(Section):
     every: Count | None = Field(default=None, ge=1, description="Steps between checkpoints; the last step is always saved.")
     keep: Count = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
@@ -312,5 +327,6 @@ class Job(Section):
     )
     hardware: Text | Machine = Field(default="auto", description="`8xRTX-5090`, `2x8xH100@8x400gbps`, `2xCPU`, `auto`, or its facts as keys.")
     layout: LayoutRequest = Field(default_factory=LayoutRequest, description="How it is spread; what is not given is chosen.")
+    experts: ExpertsRequest = Field(default_factory=ExpertsRequest, description="How the loads of experts are kept even.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="What is kept.")
     logging: Logging = Field(default_factory=Logging, description="What is written and shown.")

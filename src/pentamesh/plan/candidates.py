@@ -11,6 +11,7 @@ from pentamesh.errors import InputError, Problem
 from pentamesh.job.division import CONTEXT_WAYS, ContextWay
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.job import Job, LayoutRequest
+from pentamesh.layout.balance import balance, unbalanced
 from pentamesh.layout.legal import grad_accum, problems
 from pentamesh.layout.mesh import SHARDS, Layout, Mesh, Shard
 from pentamesh.layout.policy import Policy
@@ -22,10 +23,10 @@ __all__ = ["described", "layouts", "policies"]
 def layouts(job: Job, model: ModelSpec, hardware: Hardware, axes: Sequence[str] = ()) -> list[Layout]:
     """Every legal layout of the request, simplest first; beside data, degrees are tried of those `axes` that it leaves open. Raises InputError with
     all problems when there is none."""
-    found, refused = [], []
+    found, refused, uneven = [], [], list(unbalanced(job.experts, model))
     for degrees in _degrees(job, model, hardware, axes):
         for layout in _meshes(degrees, hardware):
-            wrong = problems(model, layout, job.batch)
+            wrong = [*problems(model, layout, job.batch), *uneven]
             refused += wrong if degrees == _given(job.layout) else []
             found += [] if wrong else [layout]
     if not found:
@@ -33,7 +34,7 @@ def layouts(job: Job, model: ModelSpec, hardware: Hardware, axes: Sequence[str] 
     return found
 
 
-def policies(layout: Layout, job: Job, *, lean: bool = False) -> Iterator[Policy]:
+def policies(layout: Layout, job: Job, model: ModelSpec, *, lean: bool = False) -> Iterator[Policy]:
     """The policies of one layout; `lean` gives only the one that takes least memory."""
     asked, accum = job.layout, grad_accum(layout, job.batch)
     recomputes = ("none", "selective", "full") if asked.activation_checkpointing == "auto" else (asked.activation_checkpointing,)
@@ -43,7 +44,8 @@ def policies(layout: Layout, job: Job, *, lean: bool = False) -> Iterator[Policy
         recomputes, timings = recomputes[-1:], timings[:1]
     for recompute, (reshard, keep, reduce) in itertools.product(recomputes, timings):
         when = (job.batch.micro_batch, accum, recompute, reshard, keep, reduce)
-        yield Policy(*when, asked.activation_offload, job.training.compile, asked.async_tensor_parallel, job.batch.packing)
+        how = (asked.activation_offload, job.training.compile, asked.async_tensor_parallel, job.batch.packing)
+        yield Policy(*when, *how, *balance(job.experts, model))
 
 
 def described(layout: Layout, policy: Policy) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class _Asked:
         rests = max(sum(resting(held, precision, stage).values()) for stage in range(layout.mesh.pp))
         if rests > hardware.device.usable_bytes:
             return "does_not_fit"
-        return predict(held, next(policies(layout, job, lean=True)), precision, job.batch, hardware).verdict
+        return predict(held, next(policies(layout, job, self.model, lean=True)), precision, job.batch, hardware).verdict
 
     def tried(self, job: Job, sentence: str, hardware: Hardware | None = None) -> Iterator[str]:
         """The sentence when the change works, with a word where it is at the edge."""

@@ -52,6 +52,7 @@ def reasons(chosen: Prediction, found: Sequence[Prediction]) -> tuple[str, ...]:
         *_speed(chosen),
         *_communication(chosen),
         *_machinery(chosen, found),
+        *_balance(chosen),
         *_uncertain(chosen),
     )
 
@@ -74,6 +75,17 @@ def why_not(p: Prediction, chosen: Prediction) -> str:
     if slower < -0.005:
         return f"only {-slower:.0%} faster, and more machinery"
     return "as fast, and more machinery"
+
+
+def _balance(chosen: Prediction) -> Iterator[str]:
+    policy = chosen.policy
+    if chosen.held.model.experts is not None:
+        by = {
+            "none": "nothing keeps the loads of experts even (experts.balance)",
+            "loss": f"an auxiliary loss of weight {policy.balance_by:g} keeps the loads of experts even",
+            "bias": f"biases that move {policy.balance_by:g} a step keep the loads of experts even",
+        }
+        yield by[policy.balance]
 
 
 _RECOMPUTED = {"none": "", "selective": ", norms and activation functions twice", "full": ", blocks twice forward"}

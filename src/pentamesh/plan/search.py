@@ -117,7 +117,7 @@ def judged(
     precision = PRECISIONS[job.precision]
     for layout in (found for found in layouts(job, model, hardware, axes) if found not in besides):
         held = Holding(model, layout, job.method)
-        for policy in policies(layout, job, lean=lean):
+        for policy in policies(layout, job, model, lean=lean):
             yield predict(held, policy, precision, job.batch, hardware)
 
 
