@@ -14,7 +14,7 @@ import torch
 
 from pentamesh.layout.mesh import DATA_AXES, Mesh, Shard
 from pentamesh.model.spec import Experts
-from pentamesh.run import balance, router, step, verify
+from pentamesh.run import balance, router
 from pentamesh.run.verify import Outcome, Trial, errors, outcome
 from pentamesh.run.worlds import run_world
 from tests.proof.toys import TOYS, agree, alone, check_ledgers, reduced, trial_on
@@ -127,16 +127,13 @@ def counts_of_its_own_part() -> None:
 
 
 def weighs_by_its_own_tokens() -> None:
-    own = step.take_step
+    own = balance.Balance.counting
 
-    def begun(trainee: Any, micros: Any, *how: Any) -> Any:
-        held = balance.balance_of(trainee.module)
-        assert held is not None
-        begin = held.begin
-        held.begin = lambda _: begin(sum(micro.num_tokens for micro in micros))
-        return own(trainee, micros, *how)
+    def counting(self: Any, micro: Any, factor: float) -> Any:
+        self.begin(micro.num_tokens)
+        return own(self, micro, factor)
 
-    verify.take_step = begun
+    balance.Balance.counting = counting
 
 
 def samples_are_rows() -> None:
@@ -187,7 +184,7 @@ DP, TP, CP = Mesh(dp_shard=2), Mesh(tp=2), Mesh(cp=2)
 MUTATIONS: dict[str, tuple[Callable[[], None], str, Trial]] = {
     "context ranks count their own part of a sample": (counts_of_its_own_part, "gradient", case("mixtral", CP)),
     "tensor ranks do": (counts_of_its_own_part, "gradient", case("qwen3-moe", TP, sequence=True)),
-    "samples weigh by a rank's own tokens": (weighs_by_its_own_tokens, "gradient", case("mixtral", DP)),
+    "samples weigh by the tokens of a micro-batch": (weighs_by_its_own_tokens, "gradient", case("mixtral", DP)),
     "samples of a row are one": (samples_are_rows, "gradient", case("mixtral", DP, in_a_row=3)),
     "what pads rows counts": (padding_counts, "gradient", case("mixtral", DP)),
     "DDP averages what is added": (averaged_by_ddp, "gradient", case("mixtral", Mesh(dp_replicate=2), "none")),

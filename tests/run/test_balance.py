@@ -85,7 +85,8 @@ def beside_transformers() -> float:
 def like(trainee: Trainee, samples: Samples) -> tuple[float, float, dict[str, torch.Tensor]]:
     """Loss, auxiliary loss and gradients of transformers' own modules with the same weights."""
     torch.Tensor.float = torch.Tensor.double  # in this process alone: their auxiliary loss is in float32, whatever the model is in
-    config = AutoConfig.for_model(**trainee.model.config | {"output_router_logits": True})
+    asked: dict[str, Any] = {**trainee.model.config, "output_router_logits": True}
+    config = AutoConfig.for_model(**asked)
     built = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager")
     built.load_state_dict({name: p.detach() for name, p in trainee.parameters.items()}, strict=not trainee.model.tied)
     micro = row_of(samples, (0,))
