@@ -334,6 +334,30 @@ ONE_ERROR = {
         "model: m\nexperts:\n  bias_step: 0.01\n",
         ("bias_step = 0.01 with balance = auto, which moves no bias", "job.yaml:3 experts.bias_step", "use balance: bias"),
     ),
+    "DeepEP in a precision that it does not take": (
+        "model: m\nprecision: fp32\nlayout: {expert: 2}\nexperts:\n  dispatch: deepep\n",
+        ("dispatch = deepep with precision = fp32: its kernels take bf16", "job.yaml:5 experts.dispatch", "use precision: bf16"),
+    ),
+    "DeepEP for experts that are all here": (
+        "model: m\nexperts:\n  dispatch: deepep\n",
+        (
+            "dispatch = deepep brings tokens to experts on other GPUs, and no expert degree",
+            "job.yaml:3 experts.dispatch",
+            "set layout.expert above 1",
+        ),
+    ),
+    "DeepEP on a CPU": (
+        "model: m\nhardware: 2xCPU\nlayout: {expert: 2}\nexperts:\n  dispatch: deepep\n",
+        (
+            "dispatch = deepep on CPU, and DeepEP has kernels for NVIDIA's GPUs alone",
+            "job.yaml:5 experts.dispatch",
+            "use experts.dispatch: all_to_all",
+        ),
+    ),
+    "DeepEP in compiled blocks": (
+        "model: m\ntraining: {compile: true}\nlayout: {expert: 2}\nexperts:\n  dispatch: deepep\n",
+        ("dispatch = deepep with compile = true", "job.yaml:5 experts.dispatch", "leave training.compile out"),
+    ),
     "another trainer's word for a balance": (
         "model: m\nexperts:\n  router_aux_loss_coef: 0.01\n",
         ("`router_aux_loss_coef` is not a key of `experts`", "job.yaml:3 experts.router_aux_loss_coef", "here it is `experts.loss_weight`"),

@@ -39,6 +39,7 @@ def impossible(job: Job, hardware: Hardware | None) -> Iterator[Conflict]:
     yield from _offload(job)
     yield from _sequence(job)
     yield from _balance(job)
+    yield from _dispatch(job)
     if hardware is not None:
         yield from _devices(job, hardware)
 
@@ -224,6 +225,21 @@ def _balance(job: Job) -> Iterator[Conflict]:
         yield Conflict(("experts.bias_step", "experts.balance"), what, "use balance: bias, or leave bias_step out")
 
 
+def _dispatch(job: Job) -> Iterator[Conflict]:
+    """What DeepEP needs of a job: experts on several ranks, bf16, and blocks that run eagerly."""
+    if job.experts.dispatch != "deepep":
+        return
+    how, keys = "use experts.dispatch: all_to_all", ("experts.dispatch",)
+    if job.layout.expert in (None, 1):
+        what = f"dispatch = deepep brings tokens to experts on other GPUs, and {_degree('expert', job.layout.expert)}"
+        yield Conflict((*keys, "layout.expert"), what, f"set layout.expert above 1, or {how}")
+    if job.precision == "fp32":
+        yield Conflict((*keys, "precision"), "dispatch = deepep with precision = fp32: its kernels take bf16", f"use precision: bf16, or {how}")
+    if job.training.compile:
+        what = "dispatch = deepep with compile = true: what its kernels give has no shape before they ran"
+        yield Conflict((*keys, "training.compile"), what, f"leave training.compile out, or {how}")
+
+
 def _degree(axis: str, degree: int | None) -> str:
     return f"no {axis} degree is given" if degree is None else f"{axis} = {degree}"
 
@@ -241,6 +257,9 @@ def _devices(job: Job, hardware: Hardware) -> Iterator[Conflict]:
         yield Conflict(keys if asked else ("layout.data", "hardware"), f"{said or 'data = 1'} needs {product} devices, and there are {devices}", hint)
     elif layout.data is None and devices % product:
         yield Conflict(keys, f"{said} does not divide the {devices} devices", "use degrees whose product divides them")
+    if job.experts.dispatch == "deepep" and hardware.device.kind != "cuda":
+        what = f"dispatch = deepep on {hardware.device.name}, and DeepEP has kernels for NVIDIA's GPUs alone"
+        yield Conflict(("experts.dispatch", "hardware"), what, "use experts.dispatch: all_to_all")
     if layout.async_tensor_parallel and hardware.intra.is_through_host:
         what = f"async_tensor_parallel on {hardware.device.name}, where no GPU reads another's memory"
         yield Conflict(

@@ -278,6 +278,10 @@ class ExpertsRequest(Section):
         description="What the auxiliary loss weighs; the model's `router_aux_loss_coef` when not given, and 0.001 where it has none.",
     )
     bias_step: Number = Field(default=0.001, gt=0, description="How far a bias moves after a step.")
+    dispatch: Literal["all_to_all", "deepep"] = Field(
+        default="all_to_all",
+        description="What brings tokens to experts on other GPUs: all-to-alls, or DeepEP where it is installed (`precision: bf16` or `bf16-pure`).",
+    )
 
 
 class Checkpoint(Section):
@@ -327,6 +331,6 @@ class Job(Section):
     )
     hardware: Text | Machine = Field(default="auto", description="`8xRTX-5090`, `2x8xH100@8x400gbps`, `2xCPU`, `auto`, or its facts as keys.")
     layout: LayoutRequest = Field(default_factory=LayoutRequest, description="How it is spread; what is not given is chosen.")
-    experts: ExpertsRequest = Field(default_factory=ExpertsRequest, description="How the loads of experts are kept even.")
+    experts: ExpertsRequest = Field(default_factory=ExpertsRequest, description="How tokens meet experts, and what keeps their loads even.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="What is kept.")
     logging: Logging = Field(default_factory=Logging, description="What is written and shown.")

@@ -36,6 +36,7 @@ class Policy:
     keep_gathered   full shard: keep gathered parameters over all micro-batches of a step (implies no reshard)
     balance         what keeps the loads of experts even: nothing, an auxiliary `loss`, or a `bias` of each that moves after every step
     balance_by      what that loss weighs, or how far a bias moves
+    dispatch        what brings tokens to experts on other ranks: all-to-alls, or DeepEP's kernels, planned as if they were those, an upper bound
     reduce          `once` sums gradients over ranks after the last micro-batch, `each` after every one; `node` cuts and sums them among the
                     ranks that shard after every one, and among copies after the last
     """
@@ -52,6 +53,7 @@ class Policy:
     packed: bool = False
     balance: Literal["none", "loss", "bias"] = "none"
     balance_by: float = 0.0
+    dispatch: Literal["all_to_all", "deepep"] = "all_to_all"
 
     def __post_init__(self) -> None:
         if self.keep_gathered and self.reshard:

@@ -102,7 +102,8 @@ def rhythm(
     """
     yield from parameters(on_stage(model, layout.mesh.pp, 0), layout, policy, precision, rank)
     yield from activations(model, layout, policy, precision, seq)
-    yield from routed(model, layout, policy, precision, seq, came)
+    if policy.dispatch == "all_to_all":  # what other kernels move is in no ledger
+        yield from routed(model, layout, policy, precision, seq, came)
     yield from evened(model, layout, policy, samples)
     yield from sums(model, layout, precision)
 

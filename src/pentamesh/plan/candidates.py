@@ -45,7 +45,7 @@ def policies(layout: Layout, job: Job, model: ModelSpec, *, lean: bool = False) 
     for recompute, (reshard, keep, reduce) in itertools.product(recomputes, timings):
         when = (job.batch.micro_batch, accum, recompute, reshard, keep, reduce)
         how = (asked.activation_offload, job.training.compile, asked.async_tensor_parallel, job.batch.packing)
-        yield Policy(*when, *how, *balance(job.experts, model))
+        yield Policy(*when, *how, *balance(job.experts, model), job.experts.dispatch)
 
 
 def described(layout: Layout, policy: Policy) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pentamesh.plan.plan import Plan
 from pentamesh.plan.search import plan as make_plan
 from pentamesh.run.board import check_board
 from pentamesh.run.compiled import check_compiler
+from pentamesh.run.deepep import check_deepep
 from pentamesh.run.push import check_push
 from pentamesh.run.source import model_source
 from pentamesh.run.template import read_template
@@ -65,6 +66,7 @@ def planned(asked: Asked) -> Plan:
     job = asked.job
     check_trainable(job, asked.where, asked.base)
     check_board(job.logging, asked.where)
+    check_deepep(job.experts, asked.where)
     check_push(job.checkpoint.push_to_hub, f"{asked.where} checkpoint.push_to_hub")
     if job.training.compile:
         check_compiler(asked.where)

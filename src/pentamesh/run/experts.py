@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import GroupName
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from pentamesh.run import deepep
 from pentamesh.run.gates import Gate, gate_of
 from pentamesh.run.grouped import grouped, grouped_outer
 
@@ -30,18 +31,19 @@ EXPERTS = "pentamesh"
 
 @dataclass
 class Dispatch:
-    """Among which ranks the experts of a layer are parted, by the name of their process group ("" where one has all), and who is told how many rows
-    came to each of this rank's experts in a forward pass, by rank of origin."""
+    """Among which ranks the experts of a layer are parted, by the name of their process group ("" where one has all), whether DeepEP brings them
+    tokens, and who is told how many rows came to each of this rank's experts in a forward pass, by rank of origin."""
 
     group: str = ""
+    deep: bool = False
     heard: list[Callable[[torch.Tensor], object]] = field(default_factory=list)
 
 
-def dispatching(built: nn.Module, group: str) -> list[nn.Module]:
-    """Let every layer's experts meet tokens of all ranks of `group`; the modules that are experts."""
+def dispatching(built: nn.Module, group: str, *, deep: bool = False) -> list[nn.Module]:
+    """Let every layer's experts meet tokens of all ranks of `group`, brought by DeepEP where `deep`; the modules that are experts."""
     found: list[Any] = [module for module in built.modules() if hasattr(module, "_is_expert_parallel")]  # left by transformers' decorator
     for module in found:
-        module.dispatch = Dispatch(group)
+        module.dispatch = Dispatch(group, deep and bool(group))
     return found
 
 
@@ -57,20 +59,37 @@ def meet(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.
     Shapes: hidden [tokens, hidden], index and weights [tokens, k]; returned [tokens, hidden].
     """
     to: Dispatch = module.dispatch
+    if to.deep:
+        return _meet_deep(module, to, hidden, index, weights)
     order, arranged, counts = _routed(index, module.num_experts, to.group)
-    if torch._C._current_graph_task_id() == -1:  # not where backward computes a block again
-        for hear in to.heard:
-            hear(counts[1])
+    _tell(to, counts)
     rows = _sent_out(hidden, order, arranged, counts, index.shape[1], to.group)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     shares = _sent_out(weights.reshape(-1, 1).to(wide), order, arranged, counts, 1, to.group)
-    gate = _gate(module)
-    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
-    made, _ = _experts(rows, shares, counts, module.gate_up_proj, module.down_proj, *biases, module.is_transposed, *gate)
+    made = _made(module, rows, shares, counts)
     return _sent_home(made, order, arranged, counts, index.shape[1], to.group)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, meet)
+
+
+def _meet_deep(module: Any, to: Dispatch, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    came = deepep.gone(hidden, index, weights, module.num_experts, to.group)
+    _tell(to, came.counts)
+    return deepep.home(_made(module, came.rows, came.shares, came.counts), came, to.group)
+
+
+def _tell(to: Dispatch, counts: torch.Tensor) -> None:
+    """Let those who want to know hear what came, but not where backward computes a block again."""
+    if torch._C._current_graph_task_id() == -1:
+        for hear in to.heard:
+            hear(counts[1])
+
+
+def _made(module: Any, rows: torch.Tensor, shares: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    made, _ = _experts(rows, shares, counts, module.gate_up_proj, module.down_proj, *biases, module.is_transposed, *_gate(module))
+    return made
 
 
 def _gate(module: Any) -> Gate:

@@ -95,7 +95,8 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
         keep_less(built, compiled=[unit for unit in model.units if unit and policy.compile])
         route_by(built, model)
         even_out(built, model, policy, world)
-    dispatching(built, world.group(("ep",)).group_name if layout.mesh.ep > 1 else "")
+    parted = world.group(("ep",)).group_name if layout.mesh.ep > 1 else ""
+    dispatching(built, parted, deep=policy.dispatch == "deepep")
     recompute(built, policy, world.device)
     if policy.async_tensor and world.device.type == "cuda":
         overlap_tensor_moves(world.group(AXIS))

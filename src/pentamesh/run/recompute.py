@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from pentamesh.layout.policy import Policy
 from pentamesh.run import attention, experts  # noqa: F401 - register the operators that are named below
+from pentamesh.run.deepep import DEEP_OPS
 from pentamesh.run.router import Choices
 
 __all__ = ["recompute"]
@@ -34,6 +35,7 @@ DEAR = [
     torch.ops.pentamesh.sent_out.default,
     torch.ops.pentamesh.experts.default,
     torch.ops.pentamesh.sent_home.default,
+    *DEEP_OPS,
 ]
 
 
