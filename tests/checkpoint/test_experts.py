@@ -146,7 +146,8 @@ def same(before: Path, after: Path) -> None:
 
 
 def reloaded(folder: Path) -> PreTrainedModel:
-    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    found: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    loaded, info = found
     assert {key: found for key, found in info.items() if found} == {}
     return loaded
 

@@ -177,7 +177,7 @@ def shares_are_scores() -> None:
 
 
 def biases_stay() -> None:
-    balance.Balance.move = lambda _: None
+    balance.Balance.move = lambda self: None
 
 
 DP, TP, CP = Mesh(dp_shard=2), Mesh(tp=2), Mesh(cp=2)

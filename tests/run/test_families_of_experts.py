@@ -30,7 +30,7 @@ _KEYS = {"deepseek-v2": {"num_key_value_heads": 4}}
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3"])
 def test_a_run_of_experts(family: str, tmp_path: Path) -> None:
     """Losses of full shard, planned collectives, a resumed run that continues, and an export with the source's names and the run's held-out loss."""
-    config = {key: value for key, value in TOYS[family].items() if key not in _OF_FOLDER} | _KEYS.get(family, {})
+    config: dict[str, Any] = {key: value for key, value in TOYS[family].items() if key not in _OF_FOLDER} | _KEYS.get(family, {})
     found: list[list[float]] = []
     for name, changes in LAYOUTS.items():
         source = toy.model_folder(tmp_path / name / "model", model_type=TOYS[family]["model_type"], **config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def test_a_model_heavy_in_parameters_peaks_where_planned(tmp_path: Path, shard: 
 )
 def test_a_model_with_experts_peaks_where_planned(tmp_path: Path, shard: str, accum: int, expert: int, seq_len: int) -> None:
     """Heavy in parameters or in rows, its experts parted or not."""
-    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 768, "num_hidden_layers": 4, "moe_intermediate_size": 256}
+    sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 768, "num_hidden_layers": 4, "moe_intermediate_size": 256}
     toy.model_folder(tmp_path / "model", model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, **sizes, tie_word_embeddings=False)
     for weights in (tmp_path / "model").glob("*.safetensors"):
         weights.unlink()  # random ones do

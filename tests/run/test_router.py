@@ -19,11 +19,11 @@ FAMILIES = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3")
 CHOOSES_FREELY = ("deepseek-v2", "deepseek-v3")
 
 
-def routers(toy: str, dtype: torch.dtype, **changes: Any) -> tuple[nn.Module, nn.Module]:
+def routers(toy: str, dtype: torch.dtype, **changes: Any) -> tuple[Any, Any]:
     """The router of the last layer as transformers has it, and as ours, with the same random weights."""
     spec = describe(TOYS[toy] | changes, toy)
     assert spec is not None
-    found: list[nn.Module] = []
+    found: list[Any] = []
     for ours in (False, True):
         built = build(spec, dtype)
         if ours:
