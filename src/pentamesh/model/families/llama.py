@@ -40,6 +40,7 @@ class Variation:
     sinks       whether each head has a score of its own that takes weight and gives no value
     latent      whether keys and values are pressed into a latent
     halved      whether a table of rotations holds each frequency once
+    predicts    whether files may have layers for multi-token prediction, which are not built
     """
 
     qkv_bias: bool | str = False
@@ -55,6 +56,7 @@ class Variation:
     sinks: bool = False
     latent: bool = False
     halved: bool = False
+    predicts: bool = False
 
 
 def _in_all(_config: Config, _layer: int) -> bool:
@@ -97,7 +99,7 @@ VARIATIONS = {
     "qwen3_moe": Variation(**_BIAS, qk_norm="as projected", slides=_in_all_if_asked),
     "gpt_oss": Variation(**_BIAS, slides=_in_every_other, window=128, sinks=True, halved=True),
     "deepseek_v2": Variation(**_BIAS, mlp_bias="mlp_bias", latent=True, halved=True),
-    "deepseek_v3": Variation(**_BIAS, latent=True),
+    "deepseek_v3": Variation(**_BIAS, latent=True, predicts=True),
 }
 LATENT = tuple(name for name, vary in VARIATIONS.items() if vary.latent)
 DROPOUT = {"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -223,7 +225,7 @@ class _Tensors:
 def describe(config: Config, name: str) -> ModelSpec:
     """The spec of a config of this family. Raises KeyError for a config without one of its sizes."""
     vary, layers = VARIATIONS[config["model_type"]], config["num_hidden_layers"]
-    tensors, unbuilt = _Tensors(config, vary), _unbuilt(config)
+    tensors, unbuilt = _Tensors(config, vary), _unbuilt(config) if vary.predicts else ()
     return ModelSpec(
         name=name,
         family=config["model_type"],
@@ -283,7 +285,7 @@ def _steady(config: Config) -> int | None:
 
 
 def _unbuilt(config: Config) -> tuple[str, ...]:
-    """What the names of layers for multi-token prediction begin with: files have them behind the others, where a config says that there are some."""
+    """What names of layers for multi-token prediction begin with: they lie behind the others, as many as a config says."""
     layers, beyond = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
     return tuple(f"model.layers.{layers + layer}." for layer in range(beyond))
 
