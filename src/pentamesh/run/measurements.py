@@ -10,6 +10,7 @@ from pentamesh.errors import Problem
 from pentamesh.layout.rhythm import LedgerRow, ledger, rhythm
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.receipt import Measured
+from pentamesh.run.arrivals import arrivals, by_micro_batch
 from pentamesh.run.data.batches import Micro
 from pentamesh.run.ledger import Recorder, differences
 from pentamesh.run.peak import measured_peak, rss_peak_bytes
@@ -38,6 +39,7 @@ class Measurements:
     ledger: list[LedgerRow] | None = None
     lengths: list[int] = field(default_factory=list)
     samples: list[int] | None = None
+    came: list[list[int]] | None = None
     standing: Standing = field(default_factory=Standing)
     # Bytes of the copy that is saved beside the steps: on a CPU the allocator counts them, and no step has made them.
     copy_bytes: Callable[[], int] = lambda: 0
@@ -47,20 +49,20 @@ class Measurements:
         """Measure one step inside the block; yields what is to look at the trainee when its gradient is whole, if anything is."""
         index, world = len(self.step_s), self.trainee.world
         with ExitStack() as stack:
-            peak = recorder = None
+            peak = recorder = came = None
             if index < NUM_PEAK_STEPS or world.device.type == "cuda":
                 peak = stack.enter_context(measured_peak(world.device))
             if index == STEADY:
                 self.lengths = [world.share.row_length(micro.input_ids.shape[1]) for micro in micros]
                 self.samples = [len(micro.sizes) for micro in micros if micro.sizes is not None]
-                recorder = stack.enter_context(Recorder(world))
+                recorder, came = stack.enter_context(Recorder(world)), stack.enter_context(arrivals(self.trainee.module))
                 stack.enter_context(self.standing.watched(self.trainee))
             yield self.standing.look if index == STEADY else None
         if peak is not None and peak.peak_bytes is not None:
             copied = self.copy_bytes() if world.device.type == "cpu" else 0
             self.peak_bytes = max(self.peak_bytes or 0, peak.peak_bytes - copied)
-        if recorder is not None:
-            self.ledger = recorder.rows()
+        if recorder is not None and came is not None:
+            self.ledger, self.came = recorder.rows(), by_micro_batch(came, len(micros))
 
     def add(self, result: StepResult, elapsed_s: float) -> None:
         """Note what a step took and gave."""
@@ -96,7 +98,7 @@ class Measurements:
         )
 
     def _predicted(self) -> list[LedgerRow]:
-        """Of a step of rows as long as the recorded ones: what crosses the borders of blocks grows with them."""
+        """Of a step of rows as long as the recorded ones, and as many that come to experts here: what is sent grows with them."""
         plan, lengths = self.plan, self.lengths or self.plan.job.batch.seq_len
         rank = self.trainee.world.rank
-        return ledger(rhythm(self.trainee.model, plan.layout, plan.policy, plan.precision, lengths, rank, samples=self.samples))
+        return ledger(rhythm(self.trainee.model, plan.layout, plan.policy, plan.precision, lengths, rank, self.came, self.samples))
