@@ -20,6 +20,7 @@ from tests.run.test_loop import metrics, trained
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {},
     "tensor": {"layout__tensor": 2, "layout__sequence_parallel": True, "hardware": "4xCPU"},
+    "expert": {"layout__expert": 2, "hardware": "4xCPU"},
 }
 # Sizes are those of the toy folder and its tokenizer.
 _OF_FOLDER = ("vocab_size", "max_position_embeddings", "model_type")
@@ -45,4 +46,5 @@ def test_a_run_of_experts(family: str, tmp_path: Path) -> None:
         assert evaluate(Plan.read(folder.plan).job, folder.export, PRECISIONS["fp32"]).loss == pytest.approx(held_out[-1], rel=1e-6)
         found.append([row["loss"] for row in metrics(folder)] + held_out)
     assert found[1] == pytest.approx(found[0], rel=2e-5)
+    assert found[2] == pytest.approx(found[0], rel=2e-5)
     assert found[1][-1] < found[1][0]
