@@ -93,6 +93,13 @@ def test_uneven_routers_are_reckoned_with() -> None:
     assert isinstance(peak, Range)
 
 
+def test_a_plan_at_risk_for_uneven_routers_alone_says_so() -> None:
+    layout = {"expert": 8, "shard": "parameters"}
+    found = planned(asked("deepseek-v3", layout=layout, batch={"global_batch": 1024}), "32x8xH100@8x400gbps")
+    assert found.verdict == "at_risk"
+    assert said(found, "the fullest GPU").endswith("more: only such a router would not fit")
+
+
 @pytest.mark.parametrize(
     ("model", "layout", "what", "hint"),
     [
