@@ -50,6 +50,16 @@ def test_degrees_and_layers() -> None:
     assert nested.experts.normed is False
 
 
+def test_what_keeps_loads_even() -> None:
+    assert read(QWEN).job.experts.balance == "none"
+    lossy = read(f"{QWEN} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001 --moe-layer-freq 2").job.experts
+    # Of 24 layers each weighs 0.001, and is 1 where loads are even; their mean is 8 then.
+    assert (lossy.balance, lossy.loss_weight) == ("loss", pytest.approx(0.001 * 24 / 8))
+    biased = read(f"{DEEPSEEK} --moe-router-bias-update-rate 0.002").job.experts
+    assert (biased.balance, biased.bias_step) == ("bias", 0.002)
+    assert read(f"{QWEN} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.001").job.experts.balance == "none"
+
+
 def test_dense_heads_with_norms() -> None:
     line = QWEN.replace("--num-experts 128", "").replace("--moe-router-topk 8", "").replace("--moe-ffn-hidden-size 768", "")
     assert read(line.replace("--moe-token-dispatcher-type alltoall", "")).model.family == "qwen3"
@@ -65,7 +75,7 @@ def test_dense_heads_with_norms() -> None:
         (QWEN + " --moe-layer-freq [0]*3", "--moe-layer-freq", "no list of 48"),
         (QWEN + " --add-qkv-bias", "--add-qkv-bias", "no architecture with experts"),
         (QWEN.replace("alltoall", "allgather"), "--moe-token-dispatcher-type", "allgather"),
-        (QWEN + " --moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff", "auxiliary loss"),
+        (DEEPSEEK + " --moe-aux-loss-coeff 0.0001", "--moe-aux-loss-coeff", "in one way"),
         (QWEN + " --expert-tensor-parallel-size 2", "--expert-tensor-parallel-size", "cut no expert"),
         (DEEPSEEK.replace("[0]*3+[1]*58", "[1]*58+[0]*3"), "--moe-layer-freq", "all come first"),
         (DEEPSEEK.replace("--moe-shared-expert-intermediate-size 2048", ""), "--moe-shared-expert-intermediate-size", "none is no multiple"),

@@ -25,6 +25,7 @@ from pentamesh.model.families import describe
 from pentamesh.model.faults import check
 from pentamesh.model.spec import ModelSpec
 from pentamesh.translate.flags import Setting, given_value, settings
+from pentamesh.translate.megatron_experts import balancing
 from pentamesh.translate.megatron_model import architecture
 from pentamesh.translate.megatron_words import ADAM, CONTEXT, DEFAULTS, FLAGS, ON_GPU, REFUSED, parser_of
 from pentamesh.translate.reader import count, number
@@ -110,7 +111,7 @@ def _hardware(given: argparse.Namespace) -> Hardware:
 
 def _settings(given: argparse.Namespace, hardware: Hardware | None) -> list[Setting]:
     """What flags set, and what Megatron-LM would without them."""
-    said = [*settings(given, FLAGS), *_context(given), *_optimizer(given), *_board(given)]
+    said = [*settings(given, FLAGS), *_context(given), *_optimizer(given), *_board(given), *balancing(given)]
     keys = {key for _, key, _ in said}
     defaults = DEFAULTS | ({"layout.shard": "optimizer"} if _parts_experts(given) else {})
     assumed = [("Megatron-LM's default", key, value) for key, value in defaults.items() if key not in keys]

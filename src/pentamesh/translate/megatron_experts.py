@@ -5,14 +5,16 @@ Source: Megatron-LM, training/arguments.py and core/transformer/transformer_conf
 
 from __future__ import annotations
 
+import argparse
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from pentamesh.errors import Problem
-from pentamesh.translate.flags import given_value
+from pentamesh.translate.flags import Setting, given_value
 from pentamesh.translate.reader import Reader
 
-__all__ = ["COUNTS", "NUMBERS", "SWITCHES", "WORDS", "with_experts"]
+__all__ = ["COUNTS", "NUMBERS", "SWITCHES", "WORDS", "balancing", "with_experts"]
 
 COUNTS = {
     "--num-experts": "experts of a sparse layer",
@@ -31,6 +33,7 @@ COUNTS = {
 NUMBERS = {
     "--moe-router-topk-scaling-factor": "factor of the weights of a token's experts; 1",
     "--moe-aux-loss-coeff": "weight of an auxiliary loss; 0",
+    "--moe-router-bias-update-rate": "how far biases of experts move after a step; 0.001",
 }
 SWITCHES = {
     "--moe-grouped-gemm": "one kernel for the experts of a rank, as is always done here",
@@ -64,11 +67,33 @@ def with_experts(read: Reader, dense: dict[str, Any]) -> dict[str, Any]:
     return found | {"num_experts_per_tok": met}
 
 
+def balancing(given: argparse.Namespace) -> Iterator[Setting]:
+    """Keys of the job that say what keeps the loads of experts even.
+
+    Megatron-LM adds up the losses of all layers, each 1 where loads are even; here their mean is weighed, which then is as many as a token chooses.
+    Source: its core/transformer/moe/moe_utils.py, switch_load_balancing_loss_func.
+    """
+    read = Reader(given)
+    if not read.count("--num-experts"):
+        return
+    weight, kind = read.number("--moe-aux-loss-coeff", 0.0), given_value(given, "--moe-router-load-balancing-type")
+    step = read.number("--moe-router-bias-update-rate", 0.001)
+    if read.has("--moe-router-enable-expert-bias") and step:
+        yield "--moe-router-enable-expert-bias", "experts.balance", "bias"
+        yield "--moe-router-bias-update-rate", "experts.bias_step", step
+    elif weight and kind != "none":
+        layers = sum(_sparse_layers(read, read.count("--num-layers", 1)))
+        yield "--moe-router-load-balancing-type", "experts.balance", "loss"
+        yield "--moe-aux-loss-coeff", "experts.loss_weight", weight * layers / read.count("--moe-router-topk", 2)
+    else:
+        yield "Megatron-LM's default", "experts.balance", "none"
+
+
 def _said(read: Reader) -> None:
     """What is done in another way than Megatron-LM would, and what cannot be."""
-    if read.number("--moe-aux-loss-coeff", 0.0):
-        hint = "use --moe-aux-loss-coeff 0, and keep loads even by the job"
-        read.problems.append(Problem("an auxiliary loss is no key of a job that flags set", "--moe-aux-loss-coeff", hint))
+    if read.number("--moe-aux-loss-coeff", 0.0) and read.has("--moe-router-enable-expert-bias"):
+        what = "loads of experts are kept even in one way: by an auxiliary loss, or by biases"
+        read.problems.append(Problem(what, "--moe-aux-loss-coeff", "use --moe-aux-loss-coeff 0, or leave --moe-router-enable-expert-bias out"))
     for flag, known in WORDS.items():
         read.word(flag, known)
     if given_value(read.given, "--moe-token-dispatcher-type") is None:
@@ -145,8 +170,6 @@ def _deepseek(read: Reader, dense: dict[str, Any], count: int, ffn: int, sparse:
 def _choosing(read: Reader, groups: int) -> dict[str, Any]:
     """DeepSeek-V3 scores by sigmoids, of which those of the chosen are made to add up to one; V2 by a softmax over all."""
     if read.word("--moe-router-score-function", WORDS["--moe-router-score-function"]) == "sigmoid":
-        if read.has("--moe-router-enable-expert-bias"):
-            read.notes.append("biases of experts stay as they are; Megatron-LM moves them by --moe-router-bias-update-rate, 0.001")
         return {"model_type": "deepseek_v3", "norm_topk_prob": True}
     _refuse(read, "--moe-router-enable-expert-bias", "DeepSeek-V2's architecture, which scores by a softmax,")
     if not read.has("--moe-router-pre-softmax"):
