@@ -23,7 +23,7 @@ __all__ = ["described", "layouts", "policies"]
 def layouts(job: Job, model: ModelSpec, hardware: Hardware, axes: Sequence[str] = ()) -> list[Layout]:
     """Every legal layout of the request, simplest first; beside data, degrees are tried of those `axes` that it leaves open. Raises InputError with
     all problems when there is none."""
-    found, refused, uneven = [], [], list(unbalanced(job.experts, model))
+    found, refused, uneven = [], [], [*unbalanced(job.experts, model), *_opaque(job, model)]
     for degrees in _degrees(job, model, hardware, axes):
         for layout in _meshes(degrees, hardware):
             wrong = [*problems(model, layout, job.batch), *uneven]
@@ -34,11 +34,20 @@ def layouts(job: Job, model: ModelSpec, hardware: Hardware, axes: Sequence[str] 
     return found
 
 
+def _opaque(job: Job, model: ModelSpec) -> Iterator[Problem]:
+    """Of blocks with experts the attention is compiled apart: nothing in it can be kept by itself."""
+    if job.training.compile and model.experts and job.layout.activation_checkpointing == "selective":
+        what = f"activation_checkpointing = selective with compile = true: the attention beside the experts of {model.name} is compiled as one"
+        yield Problem(what, "layout.activation_checkpointing", "use activation_checkpointing: full, none or auto, or leave training.compile out")
+
+
 def policies(layout: Layout, job: Job, model: ModelSpec, *, lean: bool = False) -> Iterator[Policy]:
     """The policies of one layout; `lean` gives only the one that takes least memory."""
     asked, accum = job.layout, grad_accum(layout, job.batch)
     recomputes = ("none", "selective", "full") if asked.activation_checkpointing == "auto" else (asked.activation_checkpointing,)
     recomputes = ("full",) if asked.activation_offload else recomputes
+    if job.training.compile and model.experts and len(recomputes) > 1:
+        recomputes = ("none", "full")  # what is compiled of such a block is kept or computed again as one
     timings = [t for t in _timings(layout, accum) if asked.reshard_after_forward in ("auto", t[0])]
     if lean:
         recomputes, timings = recomputes[-1:], timings[:1]

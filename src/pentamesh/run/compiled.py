@@ -16,17 +16,28 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from pentamesh.errors import InputError
 from pentamesh.model.spec import ModelSpec
 
-__all__ = ["check_compiler", "compile_blocks", "overlap_tensor_moves"]
+__all__ = ["check_compiler", "compile_blocks", "compiled_parts", "overlap_tensor_moves"]
+
+
+def compiled_parts(model: ModelSpec) -> list[str]:
+    """The paths of the modules that are compiled: every block; of a model with experts the attention and the dense MLPs of each.
+
+    What comes to an expert has no size before the router has chosen, and what it has chosen is kept around the whole block.
+    """
+    blocks = [unit for unit in model.units if unit]
+    if model.experts is None:
+        return blocks
+    feeding = dict.fromkeys(t.name.rpartition(".gate_proj.")[0] for t in model.tensors if ".gate_proj." in t.name)
+    return [*(f"{unit}.self_attn" for unit in blocks), *feeding]
 
 
 def compile_blocks(built: nn.Module, model: ModelSpec) -> None:
-    """Compile every block in place: names stay, and what is between blocks - gathering, reducing, checkpoints - stays as it is.
+    """Compile every block in place, or its parts: names stay, and what is between them - gathering, reducing, checkpoints - stays as it is.
 
     Sizes are symbols from the start. Otherwise the first length would have kernels of its own, and a run that is resumed at another length others.
     """
-    for unit in model.units:
-        if unit:
-            built.get_submodule(unit).compile(dynamic=True)
+    for path in compiled_parts(model):
+        built.get_submodule(path).compile(dynamic=True)
 
 
 def overlap_tensor_moves(group: dist.ProcessGroup) -> None:

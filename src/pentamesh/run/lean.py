@@ -25,7 +25,7 @@ def keep_less(built: nn.Module, compiled: Collection[str] = ()) -> None:
     """Let every RMS norm and every gated MLP of a described family's model keep only what backward cannot compute cheaply, but for those in the
     modules named by `compiled`, which are fused as a whole."""
     for path, module in built.named_modules():
-        if any(path.startswith(f"{unit}.") for unit in compiled):
+        if any(f"{path}.".startswith(f"{part}.") for part in compiled):
             continue
         if type(module).__name__.endswith("RMSNorm"):
             module.__class__ = class_with(type(module), (("forward", _normed_wide if type(module).__name__ in WIDE else _normed),))

@@ -31,7 +31,7 @@ from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.attention import ATTENTION
 from pentamesh.run.balance import even_out
-from pentamesh.run.compiled import compile_blocks, overlap_tensor_moves
+from pentamesh.run.compiled import compile_blocks, compiled_parts, overlap_tensor_moves
 from pentamesh.run.data.batches import collate
 from pentamesh.run.data.samples import Samples
 from pentamesh.run.experts import EXPERTS, dispatching
@@ -92,12 +92,12 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
         built.get_parameter(tensor.name).requires_grad_(tensor.trained)
     if model.is_described:
         rotate_as_wide(built)
-        keep_less(built, compiled=[unit for unit in model.units if unit and policy.compile])
+        keep_less(built, compiled=compiled_parts(model) if policy.compile else ())
         route_by(built, model)
         even_out(built, model, policy, world)
     parted = world.group(("ep",)).group_name if layout.mesh.ep > 1 else ""
     dispatching(built, parted, deep=policy.dispatch == "deepep")
-    recompute(built, policy, world.device)
+    recompute(built, policy, world.device, has_routers=model.experts is not None)
     if policy.async_tensor and world.device.type == "cuda":
         overlap_tensor_moves(world.group(AXIS))
     if policy.compile:
