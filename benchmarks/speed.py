@@ -2,11 +2,12 @@
 
 By hand means torch's own parts as its tutorials put them together: DistributedDataParallel, fully_shard block by block, or parallelize_module with a
 plan for every projection and a loss over a vocabulary that is cut. torch's own context parallel has no CPU path: by hand each rank has one half of a
-row, gathers the keys and values of both by `all_gather_single_autograd`, and torch's fused attention masks those that lie ahead.
+row, gathers the keys and values of both by `all_gather_single_autograd`, and torch's fused attention masks those that lie ahead. Experts are parted
+by transformers' own expert parallel, beside its own full sharding.
 
-Both sides train the same 512-wide, 8-layer Llama on the same tokens in the same processes, one step of each in turn, so that what else the
-machine does falls on both alike. What is compared is the median over such pairs of the ratio of their speeds; its quartiles say how noisy the
-machine was. Peak memory is measured apart, one side at a time in fresh processes, by the same counter.
+Both sides train the same 512-wide, 8-layer Llama - or Qwen3-MoE with 8 experts - on the same tokens in the same processes, one step of each in turn,
+so that what else the machine does falls on both alike. What is compared is the median over such pairs of the ratio of their speeds; its quartiles say
+how noisy the machine was. Peak memory is measured apart, one side at a time in fresh processes, by the same counter.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from pentamesh.job.hardware import read_hardware
 from pentamesh.job.job import Batch, ContextWay, Job, LayoutRequest, Model
@@ -58,6 +60,15 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+# As wide in what a token meets of experts, 2 of 8.
+SPARSE: dict[str, Any] = CONFIG | {
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "moe_intermediate_size": 688,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 Step = Callable[[], float]
 
 
@@ -73,6 +84,10 @@ class Case:
     @property
     def is_tensor(self) -> bool:
         return self.strategy.startswith("tensor")
+
+    @property
+    def parts_experts(self) -> bool:
+        return self.strategy == "experts"
 
     @property
     def context(self) -> ContextWay | None:
@@ -100,6 +115,7 @@ CASES = (
     Case("context_ring", 1, "once", 0.97),
     Case("context_all_gather", 1, "once", 0.97),
     Case("context_ulysses", 1, "once", 0.97),
+    Case("experts", 1, "once", 0.97),
 )
 MOST_MEMORY = 1.05
 
@@ -111,7 +127,8 @@ def micros(case: Case, share: Share, seed: int) -> list[Micro]:
     for _ in range(case.grad_accum):
         row = torch.randint(0, CONFIG["vocab_size"], (batch, length + 1), generator=draw)
         ids, labels = (t[:, here] for t in (row[:, :-1], row[:, 1:]))
-        found.append(Micro(ids, labels, ids.numel(), ids.numel(), here.unsqueeze(0)))
+        samples = torch.arange(batch).unsqueeze(1).expand(ids.shape)
+        found.append(Micro(ids, labels, ids.numel(), ids.numel(), here.unsqueeze(0), samples=samples, sizes=torch.full((batch,), length)))
     return found
 
 
@@ -120,7 +137,7 @@ def micros(case: Case, share: Share, seed: int) -> list[Micro]:
 
 def planned(model: ModelSpec, folder: Path, case: Case) -> Plan:
     """What `pentamesh train` would run on two processes of this machine."""
-    shard: Shard = "parameters" if case.strategy == "full_shard" else "none"
+    shard: Shard = "parameters" if case.strategy == "full_shard" or case.parts_experts else "none"
     batch, length = case.rows
     job = Job(
         model=Model(name=str(folder)),
@@ -136,6 +153,7 @@ def planned(model: ModelSpec, folder: Path, case: Case) -> Plan:
             sequence_parallel=case.strategy == "tensor_sequence",
             context=RANKS if case.context else 1,
             context_attention=case.context or "auto",
+            expert=RANKS if case.parts_experts else 1,
         ),
     )
     return plan(job, model, read_hardware(job.hardware), trained_only=True)
@@ -160,6 +178,7 @@ def by_hand(case: Case, folder: Path) -> Step:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     torch.manual_seed(0)
@@ -167,18 +186,21 @@ def by_hand(case: Case, folder: Path) -> Step:
     config.use_cache = False
     attention = "by_hand" if case.context else "sdpa"
     ALL_ATTENTION_FUNCTIONS.register("by_hand", _gathered_attention)
-    module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    if case.parts_experts:
+        own = {"distributed_config": DistributedConfig(fsdp_size=RANKS, ep_size=RANKS)}
+        module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **own).train()
+        _sum_on_gloo(module)
+    else:
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     if case.is_tensor:
         _parallelize(module, sequence=case.strategy == "tensor_sequence")
     elif case.strategy == "ddp" or case.context:
         module = DistributedDataParallel(module, gradient_as_bucket_view=True, static_graph=case.grad_accum == 1)
-    else:
+    elif not case.parts_experts:
         for layer in module.model.layers:
             fully_shard(layer)
         fully_shard(module)
-        for part in module.modules():
-            if hasattr(part, "set_force_sum_reduction_for_comms"):
-                part.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
+        _sum_on_gloo(module)
     groups: list[dict[str, Any]] = [{"params": kind} for kind in _kinds(module.parameters())]
     optimizer = torch.optim.AdamW(groups, lr=2e-5, betas=(0.9, 0.95), fused=True)
     count, mesh = iter(range(10**9)), Mesh(cp=RANKS) if case.context else Mesh(tp=RANKS) if case.is_tensor else Mesh(dp_replicate=RANKS)
@@ -195,6 +217,13 @@ def by_hand(case: Case, folder: Path) -> Step:
         return total
 
     return step
+
+
+def _sum_on_gloo(module: nn.Module) -> None:
+    """gloo has no averaging reduction."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)
 
 
 def _gathered_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
@@ -234,12 +263,12 @@ def _parallelize(module: Any, *, sequence: bool) -> None:
 
 
 def _kinds(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """DTensors and others apart, since no operation takes both."""
+    """DTensors of each mesh, and others, apart: no operation takes both."""
     from torch.distributed.tensor import DTensor
 
-    kinds: dict[bool, list[torch.Tensor]] = {}
+    kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault(isinstance(tensor, DTensor), []).append(tensor)
+        kinds.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
     return list(kinds.values())
 
 
@@ -327,22 +356,35 @@ def measure(case: Case, folder: Path, num_pairs: int) -> dict[str, Any]:
     }
 
 
+def model_folder(case: Case) -> Path:
+    """The model of a case; where transformers parts its experts, which it does as it loads, with random weights."""
+    folder = Path(".cache/benchmarks") / ("sparse" if case.parts_experts else "model")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SPARSE if case.parts_experts else CONFIG))
+    if case.parts_experts:
+        run_world(_save_random, 1, folder)
+    return folder
+
+
+def _save_random(folder: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).save_pretrained(folder)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=15, help="pairs of steps a case")
     parser.add_argument("--only", help="cases whose name contains this (`ddp-1`)")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     given = parser.parse_args()
-    folder = Path(".cache/benchmarks/model")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
     machine = {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
     print(f"{RANKS} processes, fp32, {machine}")
     rows = []
     for case in CASES:
         if given.only and given.only not in f"{case.strategy}-{case.grad_accum}-{case.hand}":
             continue
-        row = measure(case, folder, given.pairs)
+        row = measure(case, model_folder(case), given.pairs)
         rows.append(row)
         low, high = row["speed_ratio_quartiles"]
         print(
