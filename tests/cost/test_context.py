@@ -18,10 +18,11 @@ from pentamesh.job.division import CONTEXT_WAYS, ContextWay
 from pentamesh.job.hardware import read_hardware
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import PRECISIONS
+from pentamesh.layout.crossings import ledger
 from pentamesh.layout.mesh import Layout, Mesh, Shard
 from pentamesh.layout.moves import Move
 from pentamesh.layout.policy import Policy
-from pentamesh.layout.rhythm import ledger, rhythm
+from pentamesh.layout.rhythm import rhythm
 from pentamesh.model.config import canonical
 from pentamesh.model.families import describe
 from pentamesh.model.read import read_model

@@ -12,9 +12,10 @@ from pentamesh.cost.traffic import communication, flows
 from pentamesh.job.hardware import read_hardware
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import PRECISIONS
+from pentamesh.layout.crossings import ledger
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.policy import Policy
-from pentamesh.layout.rhythm import ledger, rhythm
+from pentamesh.layout.rhythm import rhythm
 from pentamesh.model.read import read_model
 from pentamesh.model.roles import Role
 

@@ -8,9 +8,10 @@ import pytest
 
 from pentamesh.cost.holding import Holding, adapters
 from pentamesh.job.precision import PRECISIONS
+from pentamesh.layout.crossings import ledger
 from pentamesh.layout.mesh import SHARDS, Layout, Mesh, Shard
 from pentamesh.layout.policy import Policy
-from pentamesh.layout.rhythm import ledger, rhythm
+from pentamesh.layout.rhythm import rhythm
 from pentamesh.model.read import read_model
 from pentamesh.model.spec import ModelSpec, Unit
 

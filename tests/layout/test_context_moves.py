@@ -6,9 +6,10 @@ import pytest
 
 from pentamesh.job.division import ContextWay
 from pentamesh.job.precision import PRECISIONS
+from pentamesh.layout.crossings import ledger
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.policy import Policy
-from pentamesh.layout.rhythm import ledger, rhythm
+from pentamesh.layout.rhythm import rhythm
 from pentamesh.model.config import canonical
 from pentamesh.model.families import describe
 from pentamesh.model.frozen import frozen

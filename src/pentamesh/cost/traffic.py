@@ -19,10 +19,13 @@ from pentamesh.cost.needs import Communication
 from pentamesh.cost.network import group, link_name, seconds
 from pentamesh.job.hardware import Hardware
 from pentamesh.job.precision import ITEMSIZE, Precision
+from pentamesh.layout.crossings import LedgerRow, ledger
+from pentamesh.layout.gathers import parameters
 from pentamesh.layout.mesh import Layout
 from pentamesh.layout.moves import Move
 from pentamesh.layout.policy import Policy
-from pentamesh.layout.rhythm import LedgerRow, activations, evened, ledger, parameters, routed, sums
+from pentamesh.layout.rhythm import activations, sums
+from pentamesh.layout.routing import evened, routed
 from pentamesh.layout.stages import on_stage
 from pentamesh.model.spec import ModelSpec
 

@@ -11,11 +11,12 @@ from typing import Any
 from pentamesh.cost.network import group, node_wire_bytes
 from pentamesh.job.job import Batch
 from pentamesh.job.precision import ITEMSIZE, PRECISIONS, Precision
+from pentamesh.layout.crossings import LedgerRow, activation, ledger
 from pentamesh.layout.legal import problems
 from pentamesh.layout.mesh import Layout, Mesh, Shard
 from pentamesh.layout.moves import Move
 from pentamesh.layout.policy import Policy
-from pentamesh.layout.rhythm import LedgerRow, activation, ledger, rhythm
+from pentamesh.layout.rhythm import rhythm
 from pentamesh.layout.split import split
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec

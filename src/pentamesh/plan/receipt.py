@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from pentamesh.layout.rhythm import LedgerRow
+from pentamesh.layout.crossings import LedgerRow
 from pentamesh.plan.plan import Plan
 
 __all__ = ["SCHEMA", "VERSION", "Measured", "receipt"]

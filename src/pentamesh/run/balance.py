@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from pentamesh.layout.policy import Policy
-from pentamesh.layout.rhythm import load_axes, row_axes
+from pentamesh.layout.routing import load_axes, row_axes
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.data.batches import Micro
 from pentamesh.run.world import World

@@ -11,7 +11,7 @@ from torch._library.custom_ops import _maybe_get_opdef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pentamesh.layout.rhythm import LedgerRow
+from pentamesh.layout.crossings import LedgerRow
 from pentamesh.run.world import World
 
 __all__ = ["Recorder", "differences"]
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
         return "backward" if torch._C._current_graph_task_id() != -1 else self._world.phase
 
     def rows(self) -> list[LedgerRow]:
-        """What was recorded, in the order of `layout.rhythm.ledger`."""
+        """What was recorded, in the order of `layout.crossings.ledger`."""
         return sorted(LedgerRow(*key, count) for key, count in self._counts.items())
 
 

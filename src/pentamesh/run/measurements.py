@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from pentamesh.errors import Problem
-from pentamesh.layout.rhythm import LedgerRow, ledger, rhythm
+from pentamesh.layout.crossings import LedgerRow, ledger
+from pentamesh.layout.rhythm import rhythm
 from pentamesh.plan.plan import Plan
 from pentamesh.plan.receipt import Measured
 from pentamesh.run.arrivals import arrivals, by_micro_batch

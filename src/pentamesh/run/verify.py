@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pentamesh.job.job import Optimizer
 from pentamesh.job.precision import PRECISIONS
+from pentamesh.layout.crossings import LedgerRow, ledger
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.policy import Policy
-from pentamesh.layout.rhythm import LedgerRow, ledger, rhythm
+from pentamesh.layout.rhythm import rhythm
 from pentamesh.layout.rules import copies, on_expert_view
 from pentamesh.layout.split import split
 from pentamesh.model.dims import TensorSpec
@@ -30,11 +31,11 @@ from pentamesh.model.families import describe
 from pentamesh.model.frozen import frozen
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
+from pentamesh.run.arrivals import arrivals, by_micro_batch
 from pentamesh.run.balance import Loads
 from pentamesh.run.data.batches import Batches
 from pentamesh.run.data.order import Row
 from pentamesh.run.data.samples import Samples
-from pentamesh.run.experts import dispatches
 from pentamesh.run.initial import drawing
 from pentamesh.run.ledger import Recorder
 from pentamesh.run.optim import adamw
@@ -149,21 +150,16 @@ def _steps(trial: Trial, trainee: Trainee, found: Outcome, watch: Callable[[Trai
     world = trainee.world
     samples = toy_samples(trial.seed, trial.global_batch * trial.num_steps * trial.in_a_row, trainee.model.vocab, trial.longest)
     batches = InRows(samples, trial.seed, trial.global_batch, trial.policy.micro_batch, world.share, in_a_row=trial.in_a_row)
-    came: list[int] = []
-    for dispatch in dispatches(trainee.module):
-        dispatch.heard.append(lambda counts: came.append(int(counts.sum())))
     for step in range(trial.num_steps):
-        came.clear()
         micros = batches.step(step * trial.global_batch)
-        with Recorder(world) as recorder:
+        with Recorder(world) as recorder, arrivals(trainee.module) as came:
             result = take_step(trainee, micros, trial.optimizer.max_grad_norm, watch=watch)
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)
         found.loads.append(result.loads)
         found.samples = [len(micro.sizes) for micro in micros if micro.sizes is not None]
         found.ledger, found.lengths = recorder.rows(), [world.share.row_length(micro.input_ids.shape[1]) for micro in micros]
-        layers = len(came) // len(micros)
-        found.came = [came[at * layers : (at + 1) * layers] for at in range(len(micros))]
+        found.came = by_micro_batch(came, len(micros))
 
 
 def predicted_ledger(trial: Trial, found: Outcome, rank: int = 0) -> list[LedgerRow]:
