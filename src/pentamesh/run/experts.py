@@ -110,14 +110,14 @@ def _routed(index: torch.Tensor, num_experts: int, group: str) -> tuple[torch.Te
     chosen = index.flatten()
     order = chosen.argsort(stable=True).int()
     degree = _group(group).size() if group else 1
-    sent = torch.bincount(chosen, minlength=num_experts).view(degree, -1)
+    sent = chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen)).view(degree, -1)
     came = sent.clone()
     if group:
         dist.all_to_all_single(came, sent, group=_group(group))
-    counts = torch.stack([sent, came]).cpu()
-    by_expert = torch.arange(counts.shape[2]).repeat(degree).repeat_interleave(counts[1].flatten())
-    arranged = by_expert.argsort(stable=True).int()
-    return order, arranged.to(index.device, non_blocking=True), counts
+    counts = torch.stack([sent, came]).cpu()  # for which the host waits, once a layer
+    experts = torch.arange(counts.shape[2], device=index.device).repeat(degree)
+    by_expert = experts.repeat_interleave(came.flatten(), output_size=int(counts[1].sum()))
+    return order, by_expert.argsort(stable=True).int(), counts
 
 
 @_routed.register_fake

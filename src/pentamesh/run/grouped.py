@@ -49,7 +49,7 @@ def _groups(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
 
 
 def _is_fused(rows: torch.Tensor, other: torch.Tensor) -> bool:
-    narrow = rows.device.type == "cuda" and rows.dtype == other.dtype == torch.bfloat16
+    narrow = rows.device.type == "cuda" and rows.dtype == other.dtype == torch.bfloat16 and len(rows) > 0
     sizes = (rows.shape[1], *other.shape[1:])
     return narrow and torch.cuda.get_device_capability(rows.device) >= (8, 0) and all(size * rows.itemsize % ALIGNED == 0 for size in sizes)
 
