@@ -14,7 +14,7 @@ from torch.nn.functional import gelu
 
 from pentamesh.model.families import describe
 from pentamesh.run.experts import EXPERTS, _experts, _routed, _sent_home, _sent_out, dispatching, meet
-from pentamesh.run.gates import gate_of
+from pentamesh.run.gates import Gate, gate_of
 from pentamesh.run.grouped import grouped, grouped_outer
 from pentamesh.run.place import build
 from pentamesh.run.worlds import run_world
@@ -83,9 +83,10 @@ def test_as_transformers(toy: str, how: str) -> None:
         assert np.linalg.norm(one - other) <= 1e-13 * np.linalg.norm(other)
 
 
-@pytest.mark.parametrize("act", ["gelu", "gelu_pytorch_tanh", "relu"])
-def test_other_activations(act: str) -> None:
-    experts = layer("mixtral", act)
+@pytest.mark.parametrize(("toy", "act"), [("mixtral", "gelu"), ("mixtral", "gelu_pytorch_tanh"), ("mixtral", "relu"), ("gpt-oss", "quick_gelu")])
+def test_other_activations(toy: str, act: str) -> None:
+    """That of gpt-oss is its own, whatever its config names."""
+    experts = layer(toy, act)
     dispatching(experts, "")
     ours, wanted = gradients(experts, meet, Given()()), gradients(experts, theirs, Given()())
     for one, other in zip(ours, wanted, strict=True):
@@ -132,7 +133,7 @@ def test_operators_are_what_torch_asks_of_them() -> None:
     rows = torch.randn(2 * TOKENS, 48, dtype=torch.float64)
     torch.library.opcheck(_sent_home, (rows.clone().requires_grad_(), order, arranged, counts, 2, ""))
     shares = torch.rand(2 * TOKENS, 1, dtype=torch.float64).requires_grad_()
-    how = (experts.gate_up_proj, experts.down_proj, experts.gate_up_proj_bias, experts.down_proj_bias, True, *gate_of("silu", alpha=1.7, limit=7.0))
+    how = (experts.gate_up_proj, experts.down_proj, experts.gate_up_proj_bias, experts.down_proj_bias, True, *Gate(alpha=1.7, limit=7.0))
     torch.library.opcheck(_experts, (rows.requires_grad_(), shares, counts, *how))
 
 

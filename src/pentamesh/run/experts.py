@@ -93,8 +93,8 @@ def _made(module: Any, rows: torch.Tensor, shares: torch.Tensor, counts: torch.T
 
 
 def _gate(module: Any) -> Gate:
-    limits = {} if module.is_concatenated else {"alpha": module.alpha, "limit": module.limit}
-    return gate_of(module.config.hidden_act, **limits)
+    """gpt-oss has a gate of its own, whatever activation function its config names."""
+    return gate_of(module.config.hidden_act) if module.is_concatenated else Gate(alpha=module.alpha, limit=module.limit)
 
 
 # Where rows go

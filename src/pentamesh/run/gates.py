@@ -60,9 +60,9 @@ class Gate(NamedTuple):
         return both[:, 0::2].clamp(max=self.limit), both[:, 1::2].clamp(-self.limit, self.limit)
 
 
-def gate_of(act: str, *, alpha: float = 0.0, limit: float = 0.0) -> Gate:
+def gate_of(act: str) -> Gate:
     """The gate of a config's activation function. Raises KeyError for one that is not written out here."""
     name = _SPELLED.get(act, act)
     if name not in _FUNCTIONS:
         raise KeyError(act)
-    return Gate(name, alpha, limit)
+    return Gate(name)
