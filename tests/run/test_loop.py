@@ -18,13 +18,16 @@ from pentamesh.checkpoint.names import published
 from pentamesh.errors import Drift, InputError, RunFailed
 from pentamesh.job.precision import PRECISIONS
 from pentamesh.plan.plan import Plan
-from pentamesh.run import measurements
+from pentamesh.run import loop, measurements
 from pentamesh.run.asked import read_asked
+from pentamesh.run.data.batches import IGNORED, Micro
 from pentamesh.run.evaluate import evaluate
 from pentamesh.run.folder import RunFolder
 from pentamesh.run.launch import _cause, keep
 from pentamesh.run.loop import Ending, run
 from pentamesh.run.options import Options
+from pentamesh.run.set_up import Run
+from pentamesh.run.state import Counters
 from pentamesh.run.worker import work
 from pentamesh.run.world import join
 from pentamesh.run.worlds import run_world
@@ -325,6 +328,30 @@ def test_a_receipt_says_which_steps_it_is_of(tmp_path: Path) -> None:
     assert (receipt["from_step"], receipt["to_step"], receipt["num_steps"]) == (4, 4, 1)
     assert receipt["ledger_equal"] is None  # no steady step
     assert receipt["parts"]["states_bytes"]["measured"] is None
+
+
+def unlabelled(folder: Path) -> Ending:
+    """A rank of a run whose second step has no trained token."""
+    own = loop._next
+
+    def taken(made: Run, counters: Counters, *, unsaved: bool) -> list[Micro]:
+        micros = own(made, counters, unsaved=unsaved)
+        silent = [replace(micro, labels=torch.full_like(micro.labels, IGNORED), num_trained=0) for micro in micros]
+        return silent if counters.step == 1 else micros
+
+    loop._next = taken  # pyright: ignore[reportPrivateUsage]
+    return rank(folder, PLAIN)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_step_without_a_trained_token_is_not_the_one_that_is_recorded(family: str, tmp_path: Path) -> None:
+    sparse = {} if family == "llama" else {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    toy.model_folder(tmp_path / "model", **sparse)
+    folder = keep(read_asked(toy.job(tmp_path, training__steps=3, layout__expert=2 if sparse else 1)), PLAIN, even_so=False)
+    for ending in run_world(unlabelled, 2, folder.path):
+        assert (ending.outcome, ending.drift) == ("done", ())
+    assert [bool(row["skipped"]) for row in metrics(folder)] == [False, True, False]
+    assert json.loads(folder.receipt.read_text())["ledger_equal"] is True
 
 
 def drifted(folder: Path) -> int:

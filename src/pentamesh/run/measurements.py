@@ -22,7 +22,7 @@ __all__ = ["Measurements"]
 
 # Steps of a start whose peak is measured on CPU, where measuring takes time; CUDA counts for nothing.
 NUM_PEAK_STEPS = 2
-# The step of a start, from 0, whose collectives are recorded: the first one sets things up.
+# The step of a start, from 0, from which on one with a trained token has its collectives recorded: the first one sets things up.
 STEADY = 1
 
 
@@ -38,6 +38,7 @@ class Measurements:
     losses: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
     ledger: list[LedgerRow] | None = None
+    recorded: int = STEADY
     lengths: list[int] = field(default_factory=list)
     samples: list[int] | None = None
     came: list[list[int]] | None = None
@@ -53,12 +54,12 @@ class Measurements:
             peak = recorder = came = None
             if index < NUM_PEAK_STEPS or world.device.type == "cuda":
                 peak = stack.enter_context(measured_peak(world.device))
-            if index == STEADY:
-                self.lengths = [world.share.row_length(micro.input_ids.shape[1]) for micro in micros]
+            if index >= STEADY and self.ledger is None:
+                self.recorded, self.lengths = index, [world.share.row_length(micro.input_ids.shape[1]) for micro in micros]
                 self.samples = [len(micro.sizes) for micro in micros if micro.sizes is not None]
                 recorder, came = stack.enter_context(Recorder(world)), stack.enter_context(arrivals(self.trainee.module))
                 stack.enter_context(self.standing.watched(self.trainee))
-            yield self.standing.look if index == STEADY else None
+            yield self.standing.look if recorder is not None else None
         if peak is not None and peak.peak_bytes is not None:
             copied = self.copy_bytes() if world.device.type == "cpu" else 0
             self.peak_bytes = max(self.peak_bytes or 0, peak.peak_bytes - copied)
@@ -66,7 +67,10 @@ class Measurements:
             self.ledger, self.came = recorder.rows(), by_micro_batch(came, len(micros))
 
     def add(self, result: StepResult, elapsed_s: float) -> None:
-        """Note what a step took and gave."""
+        """Note what a step took and gave. One without a trained token has computed nothing: another is recorded for it."""
+        if not result.num_trained_tokens and self.recorded == len(self.step_s):
+            self.ledger = self.came = self.samples = None
+            self.lengths = []
         self.step_s.append(elapsed_s)
         self.num_tokens.append(result.num_tokens)
         self.losses.append(result.loss)
@@ -74,7 +78,7 @@ class Measurements:
     def drift(self) -> tuple[Problem, ...]:
         """Every collective of the recorded step that this rank made and was not predicted to, or the other way round."""
         lines = [] if self.ledger is None else differences(self._predicted(), self.ledger)
-        step = f"step {self.from_step + STEADY} on rank {self.trainee.world.rank}"
+        step = f"step {self.from_step + self.recorded} on rank {self.trainee.world.rank}"
         return tuple(Problem(line, f"collectives of {step}") for line in lines)
 
     def facts(self) -> Measured | None:
