@@ -30,6 +30,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, float]]] = {
     "a weight alone asks for nothing": ({"router_aux_loss_coef": 0.02}, {}, ("none", 0.0)),
     "the config asks": (ASKS | {"router_aux_loss_coef": 0.02}, {}, ("loss", 0.02)),
     "the config asks and says no weight": (ASKS, {}, ("loss", 0.001)),
+    "the config asks for a loss of no weight": (ASKS | {"router_aux_loss_coef": 0.0}, {}, ("none", 0.0)),
+    "and the job gives it one": (ASKS | {"router_aux_loss_coef": 0.0}, {"loss_weight": 0.5}, ("loss", 0.5)),
     "the job's weight goes before": (ASKS | {"router_aux_loss_coef": 0.02}, {"loss_weight": 0.5}, ("loss", 0.5)),
     "the job asks": ({"router_aux_loss_coef": 0.02}, {"balance": "loss"}, ("loss", 0.02)),
     "the job forbids": (ASKS, {"balance": "none"}, ("none", 0.0)),
@@ -45,7 +47,8 @@ def test_what_keeps_loads_even(name: str) -> None:
 
 
 def test_a_dense_model_is_asked_nothing() -> None:
-    assert balance(ExpertsRequest(), model_of("llama", **ASKS)) == ("none", 0.0)
+    for config in (ASKS, {"router_aux_loss_coef": "x"}):
+        assert balance(ExpertsRequest(), model_of("llama", **config)) == ("none", 0.0)
     assert not list(unbalanced(ExpertsRequest(), model_of("llama", **ASKS)))
 
 

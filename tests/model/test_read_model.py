@@ -326,6 +326,8 @@ SPARSE["deepseek_v3"] = SPARSE["deepseek_v2"] | {"first_k_dense_replace": 1, "n_
         ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob", "norm_topk_prob = 'yes' is neither true nor false"),
         ("mixtral", {"num_local_experts": None}, "num_local_experts", "num_local_experts is missing"),
         ("mixtral", {"num_key_value_heads": None}, "num_key_value_heads", "num_key_value_heads is null"),
+        ("mixtral", {"router_aux_loss_coef": "x"}, "router_aux_loss_coef", "router_aux_loss_coef = 'x' is no weight of a loss"),
+        ("mixtral", {"router_aux_loss_coef": -1.0}, "router_aux_loss_coef", "router_aux_loss_coef = -1.0 is no weight of a loss"),
         ("mixtral", {"router_jitter_noise": "x"}, "router_jitter_noise", "router_jitter_noise = 'x' is no share of what a router sees"),
         ("gpt_oss", {"sliding_window": None}, "sliding_window", "sliding_window is null"),
         ("deepseek_v2", {"kv_lora_rank": None}, "kv_lora_rank", "kv_lora_rank is missing"),

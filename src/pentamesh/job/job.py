@@ -275,7 +275,7 @@ class ExpertsRequest(Section):
     loss_weight: Number | None = Field(
         default=None,
         gt=0,
-        description="What the auxiliary loss weighs; the model's `router_aux_loss_coef` when not given, and 0.001 where it has none.",
+        description="What the auxiliary loss weighs; the model's `router_aux_loss_coef` when not given, and 0.001 where it has none or 0.",
     )
     bias_step: Number = Field(default=0.001, gt=0, description="How far a bias moves after a step.")
     dispatch: Literal["all_to_all", "deepep"] = Field(

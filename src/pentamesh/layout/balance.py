@@ -11,16 +11,17 @@ from pentamesh.model.spec import ModelSpec
 
 __all__ = ["balance", "unbalanced"]
 
-# Where config.json does not say what the auxiliary loss weighs. Source: transformers, MixtralConfig and its kin.
+# Where config.json does not say what the auxiliary loss weighs, or that it weighs nothing, and the job asks for one. Source: transformers, MixtralConfig and its kin.
 LOSS_WEIGHT = 0.001
 
 
 def balance(asked: ExpertsRequest, model: ModelSpec) -> tuple[Literal["none", "loss", "bias"], float]:
     """How, and what the loss weighs or how far a bias moves: `layout.policy.Policy.balance` and `balance_by`."""
-    how = asked.balance
+    how, said = asked.balance, model.config.get("router_aux_loss_coef") if model.experts is not None else None
     if how == "auto":
-        how = "loss" if model.experts is not None and model.config.get("output_router_logits") is True else "none"
-    by = {"none": 0.0, "loss": asked.loss_weight or float(model.config.get("router_aux_loss_coef") or LOSS_WEIGHT), "bias": asked.bias_step}
+        weighs = said != 0 or asked.loss_weight is not None
+        how = "loss" if model.experts is not None and model.config.get("output_router_logits") is True and weighs else "none"
+    by = {"none": 0.0, "loss": asked.loss_weight or said or LOSS_WEIGHT, "bias": asked.bias_step}
     return how, by[how]
 
 
