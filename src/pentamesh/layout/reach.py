@@ -48,12 +48,20 @@ def _of_block(block: Sequence[tuple[int, TensorSpec]], first: int) -> Iterator[R
     experts = [place for place, t in block if any(dim.name == "experts" for dim in t.dims)]
     again = any(place >= first and (t.kind != "bias" or place in experts) for place, t in block)
     entry: int | None = None
+    read: int | None = None
     for place, tensor in block:
         if tensor.kind == "matmul":
             entry = place if entry is None else entry
             if place in experts and tensor.leaves:
                 yield Reached(first < entry, first <= experts[-1], again, first < experts[0])
-                entry = None
+                entry, read = None, entry
             elif tensor.leaves:
-                yield Reached(first < entry, first <= place, again, first < place)
+                found = Reached(first < entry, first <= place, again, first < place)
+                yield found if read is None else _beside(first < read, any(t.trained for at, t in block if entry <= at <= place))
                 entry = None
+
+
+def _beside(enters: bool, trains: bool) -> Reached:
+    """Of shared experts, which read what the routed ones read and not what these make of it: they go back where a gradient passes the stream, or they
+    are trained themselves, and else are not computed again either."""
+    return Reached(enters, *[enters or trains] * 3)

@@ -5,8 +5,10 @@ Rows that come to a rank differ from layer to layer and step to step: exact wher
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from pentamesh.job.precision import ITEMSIZE, Precision
 from pentamesh.layout.crossings import COUNT_BYTES, Crossing, activation
@@ -16,7 +18,7 @@ from pentamesh.layout.policy import Policy
 from pentamesh.layout.reach import Reached, reach
 from pentamesh.layout.split import split
 from pentamesh.model.roles import Role
-from pentamesh.model.spec import ModelSpec
+from pentamesh.model.spec import ModelSpec, Sublayer
 
 __all__ = ["evened", "load_axes", "routed", "row_axes", "sparse_layers"]
 
@@ -32,15 +34,32 @@ def routed(
     """Of `rhythm`, what moves tokens to their experts and back: by how many rows come to this rank, which differ from layer to layer."""
     if model.experts is None or layout.mesh.ep == 1:
         return
-    layers = [reached for sublayer, reached in zip(model.sublayers, reach(model), strict=True) if sublayer.kind == "experts"]
-    calls: Counter[tuple[int, int, Reached]] = Counter()
+    layers, calls = list(_sparse(model)), Counter[_Call]()
     for (length, arrived), times in _micros(seq, policy, came).items():
         stream = activation("tokens", model, layout, policy.micro_batch, length, ())
         sent = split(stream, Role.CARRY, layout).max_local_numel * model.experts.per_token
-        for received, reached in zip(arrived or [sent] * len(layers), layers, strict=True):
-            calls[sent, received, reached] += times
-    for (sent, received, reached), times in calls.items():
-        yield from _to_experts(model, layout, policy, precision, sent, received, reached, times)
+        for received, (reached, goes_on) in zip(arrived or [sent] * len(layers), layers, strict=True):
+            calls[_Call(sent, received, reached, goes_on)] += times
+    for call, times in calls.items():
+        yield from _to_experts(model, layout, policy, precision, call, times)
+
+
+class _Call(NamedTuple):
+    """One sparse layer and micro-batch: the rows that a rank sends and those that come to it, where a gradient goes back through its experts, and
+    whether shared experts are computed again after them."""
+
+    sent: int
+    received: int
+    reached: Reached
+    goes_on: bool
+
+
+def _sparse(model: ModelSpec) -> Iterator[tuple[Reached, bool]]:
+    """Of each sparse layer, as in a call, where gradients go and whether its shared experts go on."""
+    found = list(zip(model.sublayers, reach(model), strict=True))
+    for (sublayer, reached), (following, then) in itertools.pairwise([*found, (Sublayer(-1, ""), Reached())]):
+        if sublayer.kind == "experts":
+            yield reached, following == (sublayer.layer, "mlp") and then.again
 
 
 def _micros(seq: int | Sequence[int], policy: Policy, came: Sequence[Sequence[int]] | None) -> Counter[tuple[int, tuple[int, ...]]]:
@@ -50,28 +69,25 @@ def _micros(seq: int | Sequence[int], policy: Policy, came: Sequence[Sequence[in
     return Counter(zip(seq, map(tuple, came or [()] * len(seq)), strict=True))
 
 
-def _to_experts(
-    model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, sent: int, received: int, reached: Reached, times: int
-) -> Iterator[Crossing]:
-    """One sparse layer: how many rows each rank will get, the rows, each with its weight, and home again what experts made of them. Backward mirrors
-    it, as far as there are gradients. A block that is wholly computed again sends all out again, and fetches results only where shared experts
-    are computed after them."""
+def _to_experts(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, call: _Call, times: int) -> Iterator[Crossing]:
+    """How many rows each rank will get, the rows, each with its weight, and home again what experts made of them. Backward mirrors it, as far as there
+    are gradients. A block that is wholly computed again sends all out again, and fetches results only where shared experts go on from there."""
     assert model.experts is not None
-    itemsize, wide = ITEMSIZE[precision.compute], max(ITEMSIZE["float32"], ITEMSIZE[precision.compute])
+    itemsize, wide, reached = ITEMSIZE[precision.compute], max(ITEMSIZE["float32"], ITEMSIZE[precision.compute]), call.reached
 
     def crossed(phase: str, rows: int, width: int, count: int = times) -> Crossing:
         return Crossing(phase, Move("all_to_all", ("ep",), layout.mesh.ep, rows * width), count)
 
     row = model.hidden * itemsize
-    there, home = ((model.experts.count, COUNT_BYTES), (sent, row), (sent, wide)), (received, row)
+    there, home = ((model.experts.count, COUNT_BYTES), (call.sent, row), (call.sent, wide)), (call.received, row)
     again = times if policy.recompute == "full" and reached.again else 0
     for rows, width in (*there, home):
         yield crossed("forward", rows, width)
-    for rows, width in (*there, *((home,) if model.experts.shared_ffn else ())):
+    for rows, width in (*there, *((home,) if call.goes_on else ())):
         yield crossed("backward", rows, width, again)
-    yield crossed("backward", sent, row, times if reached.leaves else 0)
-    yield crossed("backward", received, row, times if reached.enters else 0)
-    yield crossed("backward", received, wide, times if reached.mixes else 0)
+    yield crossed("backward", call.sent, row, times if reached.leaves else 0)
+    yield crossed("backward", call.received, row, times if reached.enters else 0)
+    yield crossed("backward", call.received, wide, times if reached.mixes else 0)
 
 
 def evened(model: ModelSpec, layout: Layout, policy: Policy, samples: Sequence[int] | None = None) -> Iterator[Crossing]:
