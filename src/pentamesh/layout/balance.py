@@ -11,7 +11,7 @@ from pentamesh.model.spec import ModelSpec
 
 __all__ = ["balance", "unbalanced"]
 
-# Where config.json does not say what the auxiliary loss weighs, or that it weighs nothing, and the job asks for one. Source: transformers, MixtralConfig and its kin.
+# Where config.json gives the auxiliary loss no weight, and the job asks for one. Source: transformers, MixtralConfig and its kin.
 LOSS_WEIGHT = 0.001
 
 
