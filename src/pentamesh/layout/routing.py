@@ -70,8 +70,8 @@ def _micros(seq: int | Sequence[int], policy: Policy, came: Sequence[Sequence[in
 
 
 def _to_experts(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision, call: _Call, times: int) -> Iterator[Crossing]:
-    """How many rows each rank will get, the rows, each with its weight, and home again what experts made of them. Backward mirrors it, as far as there
-    are gradients. A block that is wholly computed again sends all out again, and fetches results only where shared experts go on from there."""
+    """How many rows each rank will get, the rows, each with its weight, and home again what experts made of them. Backward mirrors it, as far as
+    there are gradients. A block that is wholly computed again sends all out again, and fetches results only where shared experts go on from there."""
     assert model.experts is not None
     itemsize, wide, reached = ITEMSIZE[precision.compute], max(ITEMSIZE["float32"], ITEMSIZE[precision.compute]), call.reached
 
