@@ -30,8 +30,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, float]]] = {
     "a weight alone asks for nothing": ({"router_aux_loss_coef": 0.02}, {}, ("none", 0.0)),
     "the config asks": (ASKS | {"router_aux_loss_coef": 0.02}, {}, ("loss", 0.02)),
     "the config asks and says no weight": (ASKS, {}, ("loss", 0.001)),
-    "the config asks for a loss of no weight": (ASKS | {"router_aux_loss_coef": 0.0}, {}, ("none", 0.0)),
-    "and the job gives it one": (ASKS | {"router_aux_loss_coef": 0.0}, {"loss_weight": 0.5}, ("loss", 0.5)),
+    "the config asks and says null": (ASKS | {"router_aux_loss_coef": None}, {}, ("loss", 0.001)),
+    "a loss that weighs nothing is none": (ASKS | {"router_aux_loss_coef": 0.0}, {}, ("none", 0.0)),
+    "the job asks for what the config weighs nothing": ({"router_aux_loss_coef": 0}, {"balance": "loss"}, ("loss", 0.001)),
+    "the job weighs what the config does not": (ASKS | {"router_aux_loss_coef": 0}, {"loss_weight": 0.5}, ("loss", 0.5)),
     "the job's weight goes before": (ASKS | {"router_aux_loss_coef": 0.02}, {"loss_weight": 0.5}, ("loss", 0.5)),
     "the job asks": ({"router_aux_loss_coef": 0.02}, {"balance": "loss"}, ("loss", 0.02)),
     "the job forbids": (ASKS, {"balance": "none"}, ("none", 0.0)),
@@ -50,6 +52,12 @@ def test_a_dense_model_is_asked_nothing() -> None:
     for config in (ASKS, {"router_aux_loss_coef": "x"}):
         assert balance(ExpertsRequest(), model_of("llama", **config)) == ("none", 0.0)
     assert not list(unbalanced(ExpertsRequest(), model_of("llama", **ASKS)))
+
+
+def test_what_a_dense_model_says_of_its_loss_is_not_read() -> None:
+    said = model_of("llama", router_aux_loss_coef="a")
+    assert balance(ExpertsRequest(), said) == ("none", 0.0)
+    assert [problem.what for problem in unbalanced(ExpertsRequest(balance="loss"), said)] == ["balance = loss, but llama has no experts"]
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, str]]]] = {

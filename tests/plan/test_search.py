@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pentamesh.errors import InputError
+from pentamesh.job.division import divisors
 from pentamesh.job.hardware import read_hardware
 from pentamesh.job.job import Job
 from pentamesh.model.read import read_model
@@ -242,8 +243,9 @@ def test_only_full_shard_reshards(model: str, on: str) -> None:
 
 @pytest.mark.parametrize(("on", "layout", "ranks"), [("3xH100", {}, 3), ("1xH100", {}, 1), ("4xH100", {"replicate": 4}, 1)])
 def test_experts_without_room_are_told(on: str, layout: dict[str, int], ranks: int) -> None:
-    with pytest.raises(InputError, match=f"expert = 2 does not divide data x context x tensor = {ranks}"):
+    with pytest.raises(InputError, match=f"expert = 2 does not divide data x context x tensor = {ranks}") as told:
         planned("qwen3-30b-a3b", on, batch={"global_batch": 12}, layout=layout | {"expert": 2})
+    assert f"use expert = {divisors(ranks)}:" in str(told.value)
 
 
 def test_a_step_of_any_number_of_micro_batches() -> None:

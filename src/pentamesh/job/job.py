@@ -270,12 +270,12 @@ class ExpertsRequest(Section):
     balance: Literal["auto", "none", "loss", "bias"] = Field(
         default="auto",
         description="What keeps the loads of experts even: nothing, an auxiliary loss, or a bias of each expert that moves after every step (of all "
-        "families deepseek_v3 alone has one). `auto`: loss where the model's config.json says `output_router_logits`, else none.",
+        "families deepseek_v3 alone has one). `auto`: loss where the model's config.json says `output_router_logits` and no weight of 0, else none.",
     )
     loss_weight: Number | None = Field(
         default=None,
         gt=0,
-        description="What the auxiliary loss weighs; the model's `router_aux_loss_coef` when not given, and 0.001 where it has none or 0.",
+        description="What the auxiliary loss weighs; the model's `router_aux_loss_coef` when not given, and 0.001 where that is 0 or missing.",
     )
     bias_step: Number = Field(default=0.001, gt=0, description="How far a bias moves after a step.")
     dispatch: Literal["all_to_all", "deepep"] = Field(

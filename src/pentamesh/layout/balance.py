@@ -11,18 +11,24 @@ from pentamesh.model.spec import ModelSpec
 
 __all__ = ["balance", "unbalanced"]
 
-# Where config.json gives the auxiliary loss no weight, and the job asks for one. Source: transformers, MixtralConfig and its kin.
+# Where config.json does not say what the auxiliary loss weighs, or says nothing. Source: transformers, MixtralConfig and its kin.
 LOSS_WEIGHT = 0.001
 
 
 def balance(asked: ExpertsRequest, model: ModelSpec) -> tuple[Literal["none", "loss", "bias"], float]:
     """How, and what the loss weighs or how far a bias moves: `layout.policy.Policy.balance` and `balance_by`."""
-    how, said = asked.balance, model.config.get("router_aux_loss_coef") if model.experts is not None else None
+    how, weight = asked.balance, _weight_of(model)
     if how == "auto":
-        weighs = said != 0 or asked.loss_weight is not None
-        how = "loss" if model.experts is not None and model.config.get("output_router_logits") is True and weighs else "none"
-    by = {"none": 0.0, "loss": asked.loss_weight or said or LOSS_WEIGHT, "bias": asked.bias_step}
+        adds = model.experts is not None and model.config.get("output_router_logits") is True and (asked.loss_weight or weight)
+        how = "loss" if adds else "none"
+    by = {"none": 0.0, "loss": asked.loss_weight or weight or LOSS_WEIGHT, "bias": asked.bias_step}
     return how, by[how]
+
+
+def _weight_of(model: ModelSpec) -> float:
+    """What transformers lets the loss weigh: 0 where it adds none, and of a model whose config.json nobody has looked through."""
+    said = model.config.get("router_aux_loss_coef") if model.experts is not None else 0
+    return LOSS_WEIGHT if said is None else float(said)
 
 
 def unbalanced(asked: ExpertsRequest, model: ModelSpec) -> Iterator[Problem]:

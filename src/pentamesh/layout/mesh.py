@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from pentamesh.errors import InputError
-from pentamesh.job.division import ContextWay, sequence_pieces
+from pentamesh.job.division import ContextWay, divisors, sequence_pieces
 
 __all__ = ["AXES", "COPY_AXES", "DATA_AXES", "EXPERT_AXES", "SHARDS", "SHARD_AXES", "TOKEN_AXES", "Layout", "Mesh", "Shard"]
 
@@ -54,7 +54,7 @@ class Mesh:
             raise InputError(
                 f"expert = {self.ep} does not divide data x context x tensor = {inner}",
                 where="layout.expert",
-                hint="experts live on another view of the same ranks: edp x ep = dp_shard x cp x tp",
+                hint=f"use expert = {divisors(inner)}: experts live on another view of the same ranks, edp x ep = dp_shard x cp x tp",
             )
 
     @classmethod

@@ -41,7 +41,7 @@ OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 # GPT-2 has a table of positions and may leave out the width of its MLP; it has no key heads or head size of their own.
 GPT2_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 GPT2_OPTIONAL_SIZES = ("intermediate_size",)
-FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window", "rope_interleave")
+FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window", "rope_interleave", "output_router_logits")
 REALS = (
     "rms_norm_eps",
     "layer_norm_epsilon",

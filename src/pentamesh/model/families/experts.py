@@ -187,9 +187,12 @@ def faults(config: Config) -> Iterator[tuple[str, str, str]]:
     yield from _faults_of_layers(config)
     if not isinstance(noise := config.get("router_jitter_noise", 0.0), float) or not 0 <= noise < 1:
         yield "router_jitter_noise", f"router_jitter_noise = {noise!r} is no share of what a router sees", "a share lies between 0.0 and 1.0"
-    weight = config.get("router_aux_loss_coef")
-    if weight is not None and not (isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < math.inf):
-        yield "router_aux_loss_coef", f"router_aux_loss_coef = {weight!r} is no weight of a loss", "a weight is a number from 0"
+    if not isinstance(weight := config.get("router_aux_loss_coef") or 0, int | float) or not 0 <= weight < math.inf:
+        yield (
+            "router_aux_loss_coef",
+            f"router_aux_loss_coef = {weight!r} is not a number from 0",
+            "it is what an auxiliary loss of the routers weighs",
+        )
     if (method := config.get("topk_method", "greedy")) not in ("greedy", "group_limited_greedy") and config["model_type"] == "deepseek_v2":
         yield "topk_method", f"topk_method = {method!r} is not one that is known", "known are greedy, group_limited_greedy"
     elif _grouped(config, sparse):
