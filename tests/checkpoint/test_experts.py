@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pentamesh.checkpoint import weights as reading
 from pentamesh.checkpoint.convert import convert
 from pentamesh.checkpoint.export import export
+from pentamesh.checkpoint.headers import weight_dtype
 from pentamesh.checkpoint.held import held
 from pentamesh.checkpoint.save import save
 from pentamesh.checkpoint.weights import INDEX, SINGLE, Weights
@@ -194,6 +195,7 @@ def test_what_files_of_experts_may_lack_and_have_too_many(tmp_path: Path) -> Non
     tensors[f"{path}.experts.8.w1.weight"] = tensors.pop(f"{path}.experts.7.w1.weight")
     tensors[f"{path}.experts.2.w3.weight"] = torch.zeros(48, 20)
     tensors[f"{path}.experts.3.w2.weight"] = torch.zeros(48, 20, dtype=torch.int8)
+    tensors[f"{path}.experts.4.w2.weight"] = torch.zeros(48, 20, dtype=torch.float8_e4m3fn)
     tensors[f"{path}.gate.bias"] = torch.zeros(8)
     save_file(tensors, tmp_path / SINGLE)
     with pytest.raises(InputError) as error:
@@ -205,6 +207,7 @@ def test_what_files_of_experts_may_lack_and_have_too_many(tmp_path: Path) -> Non
         f"{path}.gate.bias is not part of mixtral (mixtral)",
         f"{path}.experts.2.w3.weight (a part of {whole}.gate_up_proj [experts, ffn, hidden]) should be [20, 48] and is [48, 20]",
         f"{path}.experts.3.w2.weight (a part of {whole}.down_proj [experts, hidden, ffn]) is stored as I8, which is no dtype of weights",
+        f"{path}.experts.4.w2.weight (a part of {whole}.down_proj [experts, hidden, ffn]) is stored as F8_E4M3, which is no dtype of weights",
     ]
 
 
@@ -231,3 +234,8 @@ def test_values_that_are_not_finite_name_the_files_that_were_read(tmp_path: Path
     weights.read(tensor, cut, 5, torch.float32)
     with pytest.raises(InputError, match=r"gate_up_proj holds 1 of 1920 values that are NaN(.|\n)*model\.safetensors \(rank 6\)"):
         weights.read(tensor, cut, 6, torch.float32)
+
+
+def test_no_weights_are_written_in_floats_of_8_bits() -> None:
+    with pytest.raises(InputError, match="float8_e4m3fn is not a dtype of weights"):
+        weight_dtype("float8_e4m3fn")

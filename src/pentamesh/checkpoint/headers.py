@@ -24,9 +24,9 @@ from pentamesh.checkpoint.disk import settle
 from pentamesh.checkpoint.manifest import File
 from pentamesh.errors import InputError, Problem
 
-__all__ = ["DTYPES", "Entry", "Header", "dtype_name", "grouped", "read_header", "weight_dtype", "write_tensors"]
+__all__ = ["DTYPES", "Entry", "Header", "dtype_name", "grouped", "holds_weights", "read_header", "weight_dtype", "write_tensors"]
 
-# Names of the format for the dtypes of weights and states that we keep.
+# Names of the format for the dtypes of weights and states that we keep, and those of 8 bits that are told what they are.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -38,6 +38,8 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 _BLOCK_BYTES = 2**24  # hashed and written at a time
 # A longer header is refused by the format's own reader too (safetensors, MAX_HEADER_SIZE).
@@ -75,9 +77,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     raise ValueError(f"tensors of {dtype} are not kept in files")
 
 
+def holds_weights(dtype: torch.dtype) -> bool:
+    """Whether weights are kept in it: floats, of which those of 8 bits need scales beside them."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
 def weight_dtype(name: str) -> torch.dtype:
     """The dtype of weights that torch calls so (`bfloat16`). Raises InputError."""
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values() if dtype.is_floating_point}
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values() if holds_weights(dtype)}
     if name not in known:
         raise InputError(f"{name} is not a dtype of weights", hint=f"use one of {', '.join(known)}")
     return known[name]

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from pentamesh.checkpoint.finite import num_not_finite
-from pentamesh.checkpoint.headers import Entry, read_header
+from pentamesh.checkpoint.headers import Entry, holds_weights, read_header
 from pentamesh.errors import InputError, Problem
 from pentamesh.layout.split import Box, Split
 from pentamesh.model.dims import TensorSpec
@@ -129,7 +129,7 @@ class Weights:
 
     def _not_weights(self, wanted: dict[str, Wanted]) -> Iterator[Problem]:
         for name in sorted(self.tensors.keys() & wanted.keys()):
-            if not self.tensors[name].entry.torch_dtype.is_floating_point:
+            if not holds_weights(self.tensors[name].entry.torch_dtype):
                 what = f"{wanted[name]} is stored as {self.tensors[name].entry.dtype}, which is no dtype of weights"
                 yield Problem(what, str(self.tensors[name].path), "quantised weights are not trained: give the model that they were made from")
 
