@@ -105,7 +105,7 @@ def _spec(config: dict[str, Any], name: str, where: str, notes: tuple[str, ...] 
         notes = (*notes, "auto_map is left out: code that comes with a model is never run")
     if config.get("quantization_config"):
         notes = (*notes, "its files hold quantised weights: it is planned as if they were not")
-        spec = replace(spec, untrainable="its files hold quantised weights")
+        spec = replace(spec, untrainable=generic.QUANTISED)
     return replace(spec, notes=(*spec.notes, *notes))
 
 

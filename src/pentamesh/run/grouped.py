@@ -32,7 +32,10 @@ def grouped_outer(left: torch.Tensor, right: torch.Tensor, counts: Sequence[int]
     Shapes: left [R, a], right [R, b]; returned [experts, a, b].
     """
     if _is_fused(left, right):
-        return grouped_mm(left.T, right, offs=_ends(counts, left.device))
+        out = grouped_mm(left.T, right, offs=_ends(counts, left.device))
+        if 0 in counts:
+            out[[expert for expert, count in enumerate(counts) if not count]] = 0  # which a kernel may leave as they were
+        return out
     out = left.new_zeros(len(counts), left.shape[1], right.shape[1])
     for expert, here in _groups(counts):
         torch.mm(left[here].T, right[here], out=out[expert])

@@ -11,8 +11,10 @@ from pentamesh.model.dims import TensorSpec
 from pentamesh.model.facts import Facts
 from pentamesh.model.spec import Kept, ModelSpec
 
-__all__ = ["check_trainable", "describe", "kept"]
+__all__ = ["QUANTISED", "check_trainable", "describe", "kept"]
 
+# What keeps the trainer from weights that are stored quantised.
+QUANTISED = "its files hold quantised weights"
 NOTE = "is of no described family: it is planned on the data axes, and its activations are estimated from the widths of its matmuls"
 
 
@@ -51,7 +53,9 @@ def check_trainable(model: ModelSpec, method: str, where: str) -> None:
 
 
 def _what_trains(model: ModelSpec) -> str:
-    """Of a described family other configs do."""
+    """Of a described family other configs do; of quantised files those that they were made from."""
+    if model.untrainable == QUANTISED:
+        return "give the weights that its files were made from, in bfloat16, with a config.json of their own"
     return "a model folder whose config.json is without it trains" if model.is_described else "described families train"
 
 
