@@ -100,7 +100,10 @@ def kept(case: Case) -> bool:
         return (case.toy, case.mesh) in (("deepseek-v3", "dp2 x tp2, sequence, ep4, zero1"), ("gpt-oss", "ep2 of 4"), ("qwen3-moe", "ep2"))
     if case.mesh in WITHOUT:
         return case.mesh == "tp2, sequence" or case.mesh == (*WITHOUT, *WITHOUT)[number]
-    return case.toy == "mixtral" or case.mesh in (EVERYWHERE[number % 5], EVERYWHERE[(number + 1) % 5])
+    return (case.toy == "mixtral" and case.mesh not in ("ep2, zero1", "dp2 x tp2, sequence, ep2", "hybrid 2 x 4, ep2")) or case.mesh in (
+        EVERYWHERE[number % 5],
+        EVERYWHERE[(number + 1) % 5],
+    )
 
 
 @pytest.mark.parametrize("case", reduced(CASES, kept), ids=str)
@@ -158,9 +161,9 @@ LARGE = [
 @pytest.mark.parametrize("case", LARGE, ids=lambda c: f"{c[0]}, {c[1]}")
 @pytest.mark.parametrize("toy", reduced(FAMILIES, lambda toy: toy in ("mixtral", "deepseek-v3")))
 def test_on_fake_groups(toy: str, case: tuple[Mesh, Shard, bool, Sequence[int]], record_proof) -> None:
-    """Every rank for one family; for the others the first, one in the middle and the last."""
+    """Some of all ranks for one family, or every one; for the others the first, one in the middle and the last."""
     mesh, shard, sequence, ranks = case
-    ranks = ranks if toy == "mixtral" else (0, mesh.num_ranks // 2, mesh.num_ranks - 1)
+    ranks = ranks if toy == "mixtral" and mesh.num_ranks != 16 else (0, mesh.num_ranks // 2, mesh.num_ranks - 1)
     own = ZERO["zero1"] if shard == "optimizer" else {}
     # Of rows this long every rank has tokens to train on: peers are made up, and so are no counts of theirs.
     config = TOYS[toy] | {"moe_intermediate_size" if "moe_intermediate_size" in TOYS[toy] else "intermediate_size": 24}  # which 3 divides too

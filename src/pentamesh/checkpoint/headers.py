@@ -26,7 +26,7 @@ from pentamesh.errors import InputError, Problem
 
 __all__ = ["DTYPES", "Entry", "Header", "dtype_name", "grouped", "holds_weights", "read_header", "weight_dtype", "write_tensors"]
 
-# Names of the format for the dtypes of weights and states that we keep, and those of 8 bits that are told what they are.
+# Names of the format for the dtypes of weights and states that we keep.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -38,9 +38,9 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
 }
+# Of weights that are stored quantised, so that they are told what they are; no checkpoint has them.
+_READ = DTYPES | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _BLOCK_BYTES = 2**24  # hashed and written at a time
 # A longer header is refused by the format's own reader too (safetensors, MAX_HEADER_SIZE).
 _MAX_HEADER_BYTES = 100_000_000
@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        return _READ[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ def _entries(found: dict, start: int) -> dict[str, Entry]:
     sharding = json.loads(found.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
     entries = {}
     for name, entry in found.items():
-        if entry["dtype"] not in DTYPES:
+        if entry["dtype"] not in _READ:
             raise ValueError(f"{name} has dtype {entry['dtype']}, known are {', '.join(DTYPES)}")
         shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
         if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
             raise ValueError(f"{name} has a shape or offsets that are not whole numbers")
-        if math.prod(shape) * DTYPES[entry["dtype"]].itemsize != end - begin:
+        if math.prod(shape) * _READ[entry["dtype"]].itemsize != end - begin:
             raise ValueError(f"{name} {list(shape)} {entry['dtype']} does not take {end - begin} bytes")
         offset = tuple(sharding[name]["saved_offsets"]) if name in sharding else (0,) * len(shape)
         entries[name] = Entry(entry["dtype"], shape, start + begin, start + end, offset)

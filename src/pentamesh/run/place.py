@@ -97,7 +97,7 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
         even_out(built, model, policy, world)
     parted = world.group(("ep",)).group_name if layout.mesh.ep > 1 else ""
     dispatching(built, parted, deep=policy.dispatch == "deepep")
-    recompute(built, policy, world.device, has_routers=model.experts is not None)
+    recompute(built, policy, world.device)
     if policy.async_tensor and world.device.type == "cuda":
         overlap_tensor_moves(world.group(AXIS))
     if policy.compile:

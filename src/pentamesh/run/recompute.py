@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from pentamesh.layout.policy import Policy
 from pentamesh.run import attention, experts  # noqa: F401 - register the operators that are named below
 from pentamesh.run.deepep import DEEP_OPS
-from pentamesh.run.router import Choices
+from pentamesh.run.router import Choices, routers
 
 __all__ = ["recompute"]
 
@@ -39,14 +39,14 @@ DEAR = [
 ]
 
 
-def recompute(built: PreTrainedModel, policy: Policy, device: torch.device, *, has_routers: bool = False) -> None:
+def recompute(built: PreTrainedModel, policy: Policy, device: torch.device) -> None:
     """Let every block of `built` keep what `policy.recompute` says, on its device or under `policy.offload` on the host, which a CPU is already; and
     with them what its routers chose."""
     if policy.recompute == "none":
         return
     selective, offload = policy.recompute == "selective", policy.offload and device.type != "cpu"
     around = {"context_fn": partial(create_selective_checkpoint_contexts, DEAR)} if selective else {}
-    around = {"context_fn": partial(_contexts, selective)} if has_routers else around
+    around = {"context_fn": partial(_contexts, selective)} if routers(built) else around
     built.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False, **around}, offload=offload)
     # transformers lets the embedding's output ask for a gradient, trained or not, and all blocks would go back.
     built.disable_input_require_grads()

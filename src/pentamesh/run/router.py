@@ -21,7 +21,7 @@ from pentamesh.model.spec import Experts, ModelSpec
 from pentamesh.run.balance import counted, sloped
 from pentamesh.run.shown import class_with
 
-__all__ = ["Choices", "route_by"]
+__all__ = ["Choices", "route_by", "routers"]
 
 # Keeps a sum of scores that all but vanish from dividing by zero. Source: transformers, DeepseekV3TopkRouter.
 LEAST = 1e-20
@@ -37,6 +37,11 @@ def route_by(built: nn.Module, model: ModelSpec) -> None:
             router: Any = built.get_submodule(tensor.name.rpartition(".")[0])
             router.__class__ = class_with(type(router), (("forward", _route),))
             router.rule = model.experts
+
+
+def routers(built: nn.Module) -> list[nn.Module]:
+    """The routers of a model that choose as we say, in order."""
+    return [module for module in built.modules() if hasattr(module, "rule")]
 
 
 def _route(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
