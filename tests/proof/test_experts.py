@@ -100,7 +100,8 @@ def kept(case: Case) -> bool:
         return (case.toy, case.mesh) in (("deepseek-v3", "dp2 x tp2, sequence, ep4, zero1"), ("gpt-oss", "ep2 of 4"), ("qwen3-moe", "ep2"))
     if case.mesh in WITHOUT:
         return case.mesh == "tp2, sequence" or case.mesh == (*WITHOUT, *WITHOUT)[number]
-    return (case.toy == "mixtral" and case.mesh not in ("ep2, zero1", "dp2 x tp2, sequence, ep2", "hybrid 2 x 4, ep2")) or case.mesh in (
+    alike = ("ep2, zero1", "dp2 x tp2, sequence, ep2", "hybrid 2 x 4, ep2")
+    return (case.toy == "mixtral" and case.mesh not in alike) or case.mesh in (
         EVERYWHERE[number % 5],
         EVERYWHERE[(number + 1) % 5],
     )
