@@ -28,6 +28,7 @@ from pentamesh.model.families import describe
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import ModelSpec
 from pentamesh.run.worlds import run_world
+from tests.checkpoint.folders import watched
 from tests.proof.toys import TOYS
 
 SPARSE = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3")
@@ -87,32 +88,7 @@ def test_the_parts_of_all_ranks_are_the_whole(tmp_path: Path, toy: str, layout: 
 @pytest.mark.parametrize("toy", SPARSE)
 def test_no_rank_asks_for_experts_of_others(tmp_path: Path, toy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, toy)
-    asked, read, real = list[str](), list[int](), reading.safe_open
-
-    class Slice:
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
-
-        def __getitem__(self, item: tuple[slice, ...]) -> torch.Tensor:
-            read.append((found := self.inner[item]).numel())
-            return found
-
-    class File:
-        def __init__(self, *args: Any, **more: Any) -> None:
-            self.file = real(*args, **more)
-
-        def __enter__(self) -> File:
-            self.inner = self.file.__enter__()
-            return self
-
-        def __exit__(self, *args: object) -> None:
-            self.file.__exit__(*args)
-
-        def get_slice(self, name: str) -> Slice:
-            asked.append(name)
-            return Slice(self.inner.get_slice(name))
-
-    monkeypatch.setattr(reading, "safe_open", File)
+    asked, read = watched(monkeypatch)
     layout, rank = Layout(Mesh(dp_shard=8, ep=8), "parameters"), 5
     weights, model = Weights.open(tmp_path), spec(toy)
     cuts = [split(tensor, Role.STATE, layout) for tensor in model.parameters]

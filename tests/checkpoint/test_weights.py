@@ -19,7 +19,7 @@ from pentamesh.errors import InputError
 from pentamesh.layout.mesh import Layout, Mesh
 from pentamesh.layout.split import split
 from pentamesh.model.roles import Role
-from tests.checkpoint.folders import spec, toy
+from tests.checkpoint.folders import spec, toy, watched
 
 LAYOUTS = [
     Layout(Mesh()),
@@ -55,33 +55,7 @@ def test_the_parts_of_all_ranks_are_the_whole(tmp_path: Path, layout: Layout, ma
 def test_only_the_boxes_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy(tmp_path)
     weights, model = Weights.open(tmp_path), spec(tmp_path)
-    read: list[int] = []
-
-    class Slice:
-        def __init__(self, inner: object) -> None:
-            self.inner = inner
-
-        def __getitem__(self, item: tuple[slice, ...]) -> torch.Tensor:
-            found = self.inner[item]  # type: ignore[index]
-            read.append(found.numel())
-            return found
-
-    class File:
-        def __init__(self, *args: object, **more: object) -> None:
-            self.file = real(*args, **more)
-
-        def __enter__(self) -> File:
-            self.inner = self.file.__enter__()
-            return self
-
-        def __exit__(self, *args: object) -> None:
-            self.file.__exit__(*args)
-
-        def get_slice(self, name: str) -> Slice:
-            return Slice(self.inner.get_slice(name))
-
-    real = reading.safe_open
-    monkeypatch.setattr(reading, "safe_open", File)
+    read = watched(monkeypatch).read
     layout = Layout(Mesh(dp_shard=4), shard="parameters")
     for tensor in model.parameters:
         weights.read(tensor, split(tensor, Role.WEIGHT, layout), 1, torch.float32)

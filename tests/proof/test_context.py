@@ -14,7 +14,7 @@ from pentamesh.layout.mesh import Mesh, Shard
 from pentamesh.run.verify import Trial, errors, fake_outcome, outcome
 from pentamesh.run.worlds import run_world
 from tests.proof.test_frozen import FROZEN
-from tests.proof.toys import MANY_HEADS, TOYS, ZERO, agree, alone, check_ledgers, reduced, trial_on
+from tests.proof.toys import MANY_HEADS, TOYS, ZERO, agree, alone, check_ledgers, check_rounding, reduced, trial_on
 
 # What attention moves over context ranks, forward.
 KINDS: dict[ContextWay, str] = {"ring": "send", "all_gather": "all_gather", "ulysses": "all_to_all"}
@@ -130,11 +130,7 @@ def test_frozen(case: Case, record_proof) -> None:
 @pytest.mark.parametrize("how", KINDS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_other_precisions(precision: str, how: ContextWay) -> None:
-    """Sums in another order than one process makes them: rounding of the compute dtype, and no more."""
-    wanted = replace(Case("llama", how, "full shard 2 x cp2").trial, precision=precision)
-    worst = errors(run_world(outcome, wanted.layout.mesh.num_ranks, wanted)[0], alone(wanted))
-    assert worst["first_gradient"] < {"fp32": 1e-6, "bf16": 2e-2}[precision], worst
-    assert worst["loss"] < {"fp32": 1e-5, "bf16": 2e-3}[precision], worst
+    check_rounding(replace(Case("llama", how, "full shard 2 x cp2").trial, precision=precision))
 
 
 LARGE = [

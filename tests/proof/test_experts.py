@@ -13,7 +13,7 @@ from pentamesh.job.division import ContextWay
 from pentamesh.layout.mesh import Mesh, Shard
 from pentamesh.run.verify import Trial, errors, fake_outcome, outcome
 from pentamesh.run.worlds import run_world
-from tests.proof.toys import TOYS, ZERO, agree, alone, check_ledgers, reduced, trial_on
+from tests.proof.toys import TOYS, ZERO, agree, alone, check_ledgers, check_rounding, reduced, trial_on
 
 FAMILIES = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3")
 MESHES: dict[str, tuple[Mesh, Shard, bool, dict[str, Any]]] = {
@@ -144,15 +144,12 @@ def test_frozen(case: Case, record_proof) -> None:
 @pytest.mark.parametrize("toy", FAMILIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_other_precisions(precision: str, toy: str) -> None:
-    """Sums in another order than one process makes them: rounding of the compute dtype, and no more, as long as nobody chooses otherwise for it."""
-    wanted = replace(Case(toy, "ep2 of 4").trial, precision=precision, num_steps=1)
-    worst = errors(run_world(outcome, wanted.layout.mesh.num_ranks, wanted)[0], alone(wanted))
-    assert worst["first_gradient"] < {"fp32": 1e-6, "bf16": 2e-2}[precision], worst
-    assert worst["loss"] < {"fp32": 1e-5, "bf16": 2e-3}[precision], worst
+    """In the first step: later ones may choose other experts for rounding's sake."""
+    check_rounding(replace(Case(toy, "ep2 of 4").trial, precision=precision, num_steps=1))
 
 
 LARGE = [
-    (Mesh(dp_shard=16, ep=8), "parameters", False, range(16)),
+    (Mesh(dp_shard=16, ep=8), "parameters", False, (0, 7, 15)),
     (Mesh(dp_shard=4, cp=2, tp=2, ep=8), "optimizer", True, (0, 7, 9, 15)),
     (Mesh(dp_replicate=2, dp_shard=8, cp=2, tp=2, ep=8), "parameters", True, (0, 9, 37, 63)),
     (Mesh(dp_shard=6, ep=2), "parameters", False, range(6)),
@@ -162,9 +159,9 @@ LARGE = [
 @pytest.mark.parametrize("case", LARGE, ids=lambda c: f"{c[0]}, {c[1]}")
 @pytest.mark.parametrize("toy", reduced(FAMILIES, lambda toy: toy in ("mixtral", "deepseek-v3")))
 def test_on_fake_groups(toy: str, case: tuple[Mesh, Shard, bool, Sequence[int]], record_proof) -> None:
-    """Some of all ranks for one family, or every one; for the others the first, one in the middle and the last."""
+    """Several ranks for one family; for the others the first, one in the middle and the last."""
     mesh, shard, sequence, ranks = case
-    ranks = ranks if toy == "mixtral" and mesh.num_ranks != 16 else (0, mesh.num_ranks // 2, mesh.num_ranks - 1)
+    ranks = ranks if toy == "mixtral" else (0, mesh.num_ranks // 2, mesh.num_ranks - 1)
     own = ZERO["zero1"] if shard == "optimizer" else {}
     # Of rows this long every rank has tokens to train on: peers are made up, and so are no counts of theirs.
     config = TOYS[toy] | {"moe_intermediate_size" if "moe_intermediate_size" in TOYS[toy] else "intermediate_size": 24}  # which 3 divides too

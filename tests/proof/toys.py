@@ -210,6 +210,13 @@ def agree(outcomes: list[Outcome]) -> None:
         assert (found.losses, found.norms) == (first.losses, first.norms), f"rank {rank} has other losses or norms than rank 0"
 
 
+def check_rounding(wanted: Trial) -> None:
+    """Sums in another order than one process makes them: rounding of the compute dtype, and no more."""
+    worst = errors(run_world(outcome, wanted.layout.mesh.num_ranks, wanted)[0], alone(wanted))
+    assert worst["first_gradient"] < {"fp32": 1e-6, "bf16": 2e-2}[wanted.precision], worst
+    assert worst["loss"] < {"fp32": 1e-5, "bf16": 2e-3}[wanted.precision], worst
+
+
 def alone(trial: Trial) -> Outcome:
     """What one process makes of a trial's samples, in the plainest way: trials that differ in what they keep, gather and reduce share it."""
     wanted = trial.alone()

@@ -215,7 +215,7 @@ def _layer_attention_s(held: Holding, micro_batch: int, seq_len: int, window: in
     """By fused kernels the causal half of what a token attends to, with a window or a cap every score of pentamesh.run.attention, which is written
     and read."""
     model, reach = held.model, EFFICIENCY[device.kind]
-    each = (model.head_dim + (model.value_dim or model.head_dim)) / 2  # elements of a query and of what it sees, their mean
+    each = (model.head_dim + model.given_dim) / 2  # elements of a query and of what it sees, their mean
     if not window and not model.score_cap:
         return 12 * seq_len * model.num_heads * each / 2 / reach.attention / peak
     heads = micro_batch * -(-model.num_heads // held.layout.mesh.tp)

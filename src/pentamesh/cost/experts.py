@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pentamesh.cost.needs import Range
 from pentamesh.cost.saved import FLOAT32, INT64, Saved, Shapes
 from pentamesh.layout.mesh import Layout
-from pentamesh.model.dims import Dim, TensorSpec
+from pentamesh.model.dims import Dim
 from pentamesh.model.roles import Role
 from pentamesh.model.spec import Experts, ModelSpec
 
@@ -33,11 +33,7 @@ def imbalance(model: ModelSpec, layout: Layout) -> Range:
 
 def experts_flop_per_token(model: ModelSpec) -> int:
     """FLOP of the experts that a token meets in all layers, forward and backward."""
-    return 6 * sum(t.met_numel * unit.count for unit in model.kinds for t in unit.tensors if t.kind == "matmul" and _is_expert(t))
-
-
-def _is_expert(tensor: TensorSpec) -> bool:
-    return any(dim.name == "experts" for dim in tensor.dims)
+    return 6 * sum(t.met_numel * unit.count for unit in model.kinds for t in unit.tensors if t.kind == "matmul" and t.is_expert)
 
 
 def routed(shapes: Shapes, experts: Experts, size: int) -> Iterator[Saved]:

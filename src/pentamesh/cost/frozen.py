@@ -25,7 +25,7 @@ def blocks_kept(model: ModelSpec, layout: Layout, micro_batch: int, seq_len: int
     count as whole."""
     asked, total = (model, layout, micro_batch, seq_len, compute), Amount()
     for tensors, before, count in _reached(model):
-        sparse = any(dim.name == "experts" for t in tensors for dim in t.dims)
+        sparse = any(t.is_expert for t in tensors)
         if model.is_described and recompute == "none" and not sparse and model.latent is None:
             listed = needed(block(*asked), model, tensors, before=before)
         else:

@@ -127,8 +127,8 @@ class Holding:
     @cached_property
     def experts_numel(self) -> int:
         """Elements of the experts of one layer that this rank has."""
-        sparse = next((u.tensors for u in self.units if any(dim.name == "experts" for t in u.tensors for dim in t.dims)), ())
-        return sum(split(t, Role.USE, self.layout).max_local_numel for t in sparse if any(dim.name == "experts" for dim in t.dims))
+        sparse = next((u.tensors for u in self.units if any(t.is_expert for t in u.tensors)), ())
+        return sum(split(t, Role.USE, self.layout).max_local_numel for t in sparse if t.is_expert)
 
     @property
     def trains_head(self) -> bool:

@@ -62,21 +62,17 @@ class Shapes:
 
     @property
     def v(self) -> Dim:
-        return self._heads("kv_heads", self.model.num_kv_heads, self._value_dim)
+        return self._heads("kv_heads", self.model.num_kv_heads, self.model.given_dim)
 
     @property
     def kv(self) -> Dim:
         """Keys and values together."""
-        return self._heads("kv_heads", self.model.num_kv_heads, self.model.head_dim + self._value_dim)
+        return self._heads("kv_heads", self.model.num_kv_heads, self.model.head_dim + self.model.given_dim)
 
     @property
     def out(self) -> Dim:
         """What heads give: as many elements each as their values have."""
-        return self._heads("heads", self.model.num_heads, self._value_dim)
-
-    @property
-    def _value_dim(self) -> int:
-        return self.model.value_dim or self.model.head_dim
+        return self._heads("heads", self.model.num_heads, self.model.given_dim)
 
     @staticmethod
     def _heads(name: str, count: int, each: int) -> Dim:

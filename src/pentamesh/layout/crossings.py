@@ -66,7 +66,7 @@ def fused(crossed: Iterable[tuple[Move, ...]]) -> tuple[Move, ...]:
 def activation(name: str, model: ModelSpec, layout: Layout, batch: int, seq: int, last: tuple[str, ...], sequence: str = "seq") -> TensorSpec:
     """A named activation of one micro-batch over the whole mesh: [batch x data ranks, sequence, last]. Of heads there are queries and what attention
     gives (`given`), of key heads keys and `values`."""
-    given = model.value_dim or model.head_dim
+    given = model.given_dim
     sizes = {
         "hidden": Dim("hidden", model.hidden),
         "heads": Dim("heads", model.num_heads * model.head_dim, model.head_dim),

@@ -45,7 +45,7 @@ def _of_block(block: Sequence[tuple[int, TensorSpec]], first: int) -> Iterator[R
     """A sublayer is entered before the first projection that reads the stream and left after the one that does not: what lies between has a gradient
     where anything before the latter is trained, norms of queries and keys among them. Backward needs nothing of a bias, but where it is of experts,
     which are one operator."""
-    experts = [place for place, t in block if any(dim.name == "experts" for dim in t.dims)]
+    experts = [place for place, t in block if t.is_expert]
     again = any(place >= first and (t.kind != "bias" or place in experts) for place, t in block)
     entry: int | None = None
     read: int | None = None

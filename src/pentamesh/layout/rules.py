@@ -79,22 +79,17 @@ def axes_of(dim: str, role: Role, layout: Layout) -> tuple[str, ...]:
     return tuple(axes)
 
 
-@lru_cache(maxsize=2**14)
-def _is_expert(tensor: TensorSpec) -> bool:
-    return any(dim.name == "experts" for dim in tensor.dims)
-
-
 def on_expert_view(tensor: TensorSpec, layout: Layout) -> bool:
     """Whether `tensor` lives on the expert view of the mesh, where ep and edp stand for the ranks of dp_shard, cp and tp. Where experts are not
     parted there is no such view, and they are as other tensors."""
-    return layout.mesh.ep > 1 and _is_expert(tensor)
+    return layout.mesh.ep > 1 and tensor.is_expert
 
 
 def cutting_axes(tensor: TensorSpec, position: int, role: Role, layout: Layout) -> tuple[str, ...]:
     """As `axes_of`, for a dim of `tensor` by position: tp cuts neither an expert, which works on the stream as it lies between blocks, nor the one
     key head that all its ranks share."""
     dim = tensor.dims[position]
-    whole = _is_expert(tensor) or copies(dim, layout.mesh.tp) == layout.mesh.tp
+    whole = tensor.is_expert or copies(dim, layout.mesh.tp) == layout.mesh.tp
     return tuple(axis for axis in axes_of(dim.name, role, layout) if axis != "tp" or not whole)
 
 

@@ -84,6 +84,11 @@ class TensorSpec:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @cached_property
+    def is_expert(self) -> bool:
+        """Whether it is of experts, one beside the other."""
+        return any(dim.name == "experts" for dim in self.dims)
+
     @property
     def reads(self) -> str:
         """The dim that a matmul sums over: the last of the activation that it meets."""

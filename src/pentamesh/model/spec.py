@@ -142,6 +142,11 @@ class ModelSpec:
         """Whether a family of ours says what its dims are; of a generic model only shapes are known."""
         return self.family != "generic"
 
+    @property
+    def given_dim(self) -> int:
+        """Elements of what a head gives: as many as its values have."""
+        return self.value_dim or self.head_dim
+
     @cached_property
     def parameters(self) -> tuple[TensorSpec, ...]:
         """The tensors that own storage: tied ones once, under the first name."""
@@ -230,7 +235,7 @@ class ModelSpec:
         """FLOP of scores and weighted values, forward and backward: 12 (heads * head_dim) per token attended to, in each layer; of heads whose values
         have other sizes 6 of each."""
         attended = sum(seq_len if w is None else min(seq_len, w) for w in self.windows) if self.windows else self.num_layers * seq_len
-        return 6 * attended * self.num_heads * (self.head_dim + (self.value_dim or self.head_dim))
+        return 6 * attended * self.num_heads * (self.head_dim + self.given_dim)
 
     def flop_per_token(self, seq_len: int, *, causal: bool = False) -> float:
         """Model FLOP of forward and backward per token: 6 per matmul parameter it meets and 12 L s (heads * head_dim) of attention.

@@ -132,9 +132,8 @@ class Balance:
         return self._sums[:-1].view(-1, self._count)
 
 
-def even_out(built: nn.Module, model: ModelSpec, policy: Policy, world: World) -> None:
-    """Let every router of `built` tell what it chose, and be told what evens it out as `policy.balance` says. Collective."""
-    routers: list[Any] = [module for module in built.modules() if hasattr(module, "rule")]
+def even_out(built: nn.Module, routers: list[Any], model: ModelSpec, policy: Policy, world: World) -> None:
+    """Let the routers of `built` tell what they chose, and be told what evens them out as `policy.balance` says. Collective."""
     if not routers:
         return
     kept: Any = built

@@ -40,7 +40,7 @@ from pentamesh.run.lean import keep_less
 from pentamesh.run.loss import weighted_loss
 from pentamesh.run.recompute import recompute
 from pentamesh.run.rotary import rotate_as_wide
-from pentamesh.run.router import route_by
+from pentamesh.run.router import route_by, routers
 from pentamesh.run.shown import Getter, cast_to, show
 from pentamesh.run.tensor import AXIS, cross_borders, cut
 from pentamesh.run.world import World
@@ -94,7 +94,7 @@ def place(model: ModelSpec, layout: Layout, policy: Policy, precision: Precision
         rotate_as_wide(built)
         keep_less(built, compiled=compiled_parts(model) if policy.compile else ())
         route_by(built, model)
-        even_out(built, model, policy, world)
+        even_out(built, routers(built), model, policy, world)
     parted = world.group(("ep",)).group_name if layout.mesh.ep > 1 else ""
     dispatching(built, parted, deep=policy.dispatch == "deepep")
     recompute(built, policy, world.device)

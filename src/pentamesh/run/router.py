@@ -39,7 +39,7 @@ def route_by(built: nn.Module, model: ModelSpec) -> None:
             router.rule = model.experts
 
 
-def routers(built: nn.Module) -> list[nn.Module]:
+def routers(built: nn.Module) -> list[Any]:
     """The routers of a model that choose as we say, in order."""
     return [module for module in built.modules() if hasattr(module, "rule")]
 
